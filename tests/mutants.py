@@ -150,7 +150,7 @@ MUTANTS = {
         "ops/test_sums.py::test_guard_of_a_signed_denominator",
     ),
     "key mask ignored in the normalizer": Mutant(
-        "ops/features.py", "masked_log_scale", "mask is None", "True",
+        "ops/features.py", "hidden", "mask is None", "True",
         "ops/test_bidirectional.py::test_hidden_keys_may_hold_anything",
     ),
     "queries scaled twice": Mutant(

@@ -27,7 +27,6 @@ def bidirectional(query_features, key_features, value, key_mask=None):
     groups, dtype = num_heads // num_kv_heads, value.dtype
     lengths = query_features.num_tokens, key_features.num_tokens
     query, key = (heads_first(x, num_kv_heads) for x in (query_features, key_features))
-    key = key.settled()
     value = split_heads(representable(value), num_kv_heads)
     sizes = [product(value.shape[0], n, key.width) for n in lengths]
     size = None if None in sizes else max(sizes[0] * groups, sizes[1])

@@ -13,7 +13,7 @@ query and key is taken relative to its own maximum.
 from keras import ops
 
 from keras_rfattn.backend import accumulated_matmul, clip, where
-from keras_rfattn.ops.features import LOWEST, Features, masked_log_scale
+from keras_rfattn.ops.features import LOWEST, Features
 from keras_rfattn.ops.sums import Reading
 
 
@@ -29,7 +29,7 @@ def unbounded_weights(query, key, mask, groups, dtype):
         chunk *= 2
     count = -(-size // chunk)
     batch, heads, blocks = ops.shape(key.log_scale)[:3]
-    key = Features(key.values, masked_log_scale(key, mask))
+    key = key.hidden(mask)
 
     def cut(x, pieces, rows):
         # Heads and blocks share an axis because LiteRT and ONNX Runtime broadcast over

@@ -11,6 +11,7 @@ from keras import ops
 
 from keras_rfattn.backend import accumulated_matmul, where, wide_dtype
 from keras_rfattn.ops.features import LOWEST, Features
+from keras_rfattn.ops.layout import merge_heads, split_heads
 
 
 class Form(NamedTuple):
@@ -127,14 +128,12 @@ class Exponents(NamedTuple):
 
     def dense(self):
         """Returns `Features` of tokens `(..., N, H)`, in the layout of the tokens."""
-        shape, num_kv_heads = ops.shape(self.x), self.matrix.shape[1]
-        groups = self.num_heads // num_kv_heads
-        x = ops.reshape(self.x, (shape[0], -1, num_kv_heads, groups * shape[-1]))
-        x = ops.transpose(x, (0, 2, 1, 3))
-        x = ops.reshape(x, (*ops.shape(x)[:2], -1, shape[-1]))
+        shape = ops.shape(self.x)
+        x = ops.reshape(self.x, (shape[0], -1, *shape[-2:]))
+        length = ops.shape(x)[1]
+        x = split_heads(x, self.matrix.shape[1])
         scale = self._replace(x=x).compute().log_scale
-        scale = ops.reshape(scale, (*ops.shape(x)[:2], -1, groups * self.width))
-        scale = ops.transpose(scale, (0, 2, 1, 3))
+        scale = merge_heads(scale, self.num_heads, length)
         return Features(None, ops.reshape(scale, (*shape[:-1], self.width)))
 
 

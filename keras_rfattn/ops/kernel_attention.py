@@ -48,14 +48,10 @@ class Softmax:
 
     def __call__(self, query, key, visible):
         """Returns the weights and the shift."""
-        return _exponentiate(self.log_weights(query, key), visible)
-
-    def log_weights(self, query, key):
-        """Returns the logarithms of the weights, `(..., R, S)`."""
         logits = _products(query, key)
-        if self.soft_cap is None:
-            return logits
-        return self.soft_cap * ops.tanh(logits / self.soft_cap)
+        if self.soft_cap is not None:
+            logits = self.soft_cap * ops.tanh(logits / self.soft_cap)
+        return _exponentiate(logits, visible)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,13 +76,6 @@ class Polynomial:
         scale = query_scale + ops.swapaxes(key_scale, -1, -2)
         scale, shift = _exponentiate(self.degree * scale, visible)
         return scale * products**self.degree, shift
-
-    def log_weights(self, query, key):
-        """Returns the logarithms of the weights, `(..., R, S)`."""
-        (query, query_scale), (key, key_scale) = unit(query), unit(key)
-        scale = query_scale + ops.swapaxes(key_scale, -1, -2)
-        cosine = clip(ops.abs(_products(query, key)), low=LEAST)
-        return self.degree * (scale + ops.log(cosine))
 
 
 def _products(query, key):

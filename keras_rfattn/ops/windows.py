@@ -265,30 +265,28 @@ def in_windows(
         summed = summed if mask is None else summed & ops.cast(mask, "bool")
     elif summed is None:
         summed = mask
-    call = compiled(
-        _causal_windows if is_causal else _all_windows, kernel=local.kernel,
-        window=local.window, sliding=local.sliding,
-    )  # fmt: skip
+    groups = local.query.shape[2] // local.key.shape[2]
+    windows = Windows(local.kernel, local.window, groups, local.sliding, is_causal)
+    call = compiled(_causal_windows if is_causal else _all_windows, windows=windows)
     arrays = value, local.query, local.key, mask, summed, sinks, earlier
     return call(*features, *arrays)
 
 
 def _all_windows(
     query_features, key_features, value, query, key, mask, summed, sinks, earlier,
-    kernel, window, sliding,
+    windows,
 ):  # fmt: skip
     """Computes `in_windows` without causality."""
     num_heads, num_kv_heads = query.shape[2], value.shape[2]
-    length, groups, dtype = ops.shape(value)[1], num_heads // num_kv_heads, value.dtype
+    length, groups, dtype = ops.shape(value)[1], windows.groups, value.dtype
     features = [heads_first(x, num_kv_heads) for x in (query_features, key_features)]
-    windows = Windows(kernel, window, groups, sliding, False)
     size = product(value.shape[0], length, groups, features[1].width)
     query, key, value = (
         split_heads(x, num_kv_heads) for x in (query, key, representable(value))
     )
-    masks = [block_mask(x, length, window) for x in (mask, summed)]
+    masks = [block_mask(x, length, windows.size) for x in (mask, summed)]
     if sinks is not None:
-        seen = sinks.before(windows, num_blocks(length, window))
+        seen = sinks.before(windows, num_blocks(length, windows.size))
         sinks = sinks.key, sinks.value, seen
     arrays = *features, query, key, value, *masks, sinks, earlier
     # Cuts off the padding after the end.
@@ -298,22 +296,21 @@ def _all_windows(
 
 def _causal_windows(
     query_features, key_features, value, query, key, mask, summed, sinks, earlier,
-    kernel, window, sliding,
+    windows,
 ):  # fmt: skip
     """Computes causal `in_windows`."""
     num_heads, num_kv_heads = query.shape[2], value.shape[2]
-    length, groups, dtype = ops.shape(value)[1], num_heads // num_kv_heads, value.dtype
-    windows = Windows(kernel, window, groups, sliding, True)
-    far_query = features_in_blocks(query_features, num_kv_heads, window, groups)
-    far_key = features_in_blocks(key_features, num_kv_heads, window)
+    length, size, dtype = ops.shape(value)[1], windows.size, value.dtype
+    far_query = features_in_blocks(query_features, num_kv_heads, size, windows.groups)
+    far_key = features_in_blocks(key_features, num_kv_heads, size)
     weights = far_query.shared(), far_key.shared()
-    hidden = block_mask(mask, length, window)
+    hidden = block_mask(mask, length, size)
     tokens = [split_heads(x, num_kv_heads) for x in (query, key, representable(value))]
     query, key, value, exists = windows.cut(*tokens, hidden)
     rows = far_query.tokens(), query, list(map(windows.beside, (key, value, exists)))
     seen = None if sinks is None else sinks.before(windows, ops.shape(value)[2])
     # Keys, values and mask of the window that is far from the next one on.
-    offset, summed = windows.nearby[0], block_mask(summed, length, window)
+    offset, summed = windows.nearby[0], block_mask(summed, length, size)
     if summed is None and offset:
         summed = exists[..., 0]
     leaving = (
