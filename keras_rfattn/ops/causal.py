@@ -100,30 +100,26 @@ def causal(
 def _causal(query, key, value, key_mask, earlier, block_size, span, fallback):
     """Returns the output, and the sums after the last token."""
     (batch, length), num_kv_heads = ops.shape(value)[:2], value.shape[2]
-    num_heads = query.num_heads
-    groups = num_heads // num_kv_heads
+    num_heads, groups = query.num_heads, query.num_heads // num_kv_heads
     block_size = max(smaller(length, block_size), 1)
     dtype, value = value.dtype, representable(value)
 
     start = no_sums_of(key, (batch, num_kv_heads), value)
     start = start if earlier is None else cast_sums(earlier, start)
-    query = query.relative()
-    query = features_in_blocks(query, num_kv_heads, block_size, groups)
+    query = features_in_blocks(query.relative(), num_kv_heads, block_size, groups)
     key = features_in_blocks(key, num_kv_heads, block_size)
     value = cut_blocks(split_heads(value, num_kv_heads), block_size)
-    weights = query.shared(), key.shared()
+    query_weights, key_weights = query.shared(), key.shared()
     mask = block_mask(key_mask, length, block_size)
 
     def step(sums, query, key, value, mask):
-        query, key = (
-            x.joined(y).compute() for x, y in zip((query, key), weights, strict=True)
-        )
+        query = query.joined(query_weights).compute()
+        key = key.joined(key_weights).compute()
         # Hidden rows may hold anything, so they are removed before any product.
         key, value = admit(key, value, mask)
         prefix, last = prefix_sums(summarize(key, value, mask), Sums(*sums))
         reading = read_block(prefix, query, key, value, mask, groups, span, fallback)
-        output = normalize(reading, query, dtype)
-        return tuple(last), output
+        return tuple(last), normalize(reading, query, dtype)
 
     last, found = fold(step, tuple(start), (query.tokens(), key.tokens(), value, mask))
     return join_blocks(found, num_heads, length), Sums(*last)

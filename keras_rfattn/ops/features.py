@@ -99,12 +99,6 @@ class Features(NamedTuple):
         """Returns the values, or ones if `values` is `None`."""
         return ops.ones_like(self.log_scale) if self.values is None else self.values
 
-    def spread_scale(self):
-        """Returns the exponents broadcast to one for each feature."""
-        if self.values is None:
-            return self.log_scale
-        return ops.broadcast_to(self.log_scale, ops.shape(self.values))
-
     def expand(self, shift, dtype):
         """Returns `values * exp(log_scale - shift)`, rounded once, to `dtype`."""
         scale = ops.exp(self.log_scale - shift)

@@ -32,9 +32,6 @@ LEAST = 1e-30  # smallest norm to divide by; a vector may be zero
 class Softmax:
     """The kernel `exp(q · k)` of scaled queries and keys.
 
-    Calling it with queries `(..., R, H)`, keys `(..., S, H)` and `visible` returns
-    weights `(..., R, S)` relative to `exp(shift)`, and the shift `(..., R)`.
-
     Attributes:
         soft_cap: Positive number c that bounds the logits: the kernel becomes
             `exp(c tanh(q · k / c))`. `None` leaves them unbounded.

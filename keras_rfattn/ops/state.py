@@ -184,15 +184,10 @@ def read_state(state, query_features, dtype="float32"):
     Returns:
         Array of shape `(B, T, N, V)` in `dtype`. A row that sees no key is 0.
     """
-    return read_sums(state.far, query_features, dtype)
-
-
-def read_sums(sums, query_features, dtype):
-    """Returns attention `(B, T, N, V)` of queries that see all keys of `Sums`."""
-    num_kv_heads = sums.maximum.shape[1]
+    num_kv_heads = state.far.maximum.shape[1]
     query = heads_first(query_features, num_kv_heads).relative()
     products = "float32" if dtype == "float16" else dtype
-    output = normalize(read(sums, query, products), query)
+    output = normalize(read(state.far, query, products), query)
     num_heads = query_features.num_heads
     length = ops.shape(output)[2] * num_kv_heads // num_heads
     return ops.cast(merge_heads(output, num_heads, length), dtype)
