@@ -25,11 +25,9 @@ def bidirectional(query_features, key_features, value, key_mask=None):
     """
     num_kv_heads, num_heads = value.shape[2], query_features.num_heads
     groups, dtype = num_heads // num_kv_heads, value.dtype
-    lengths = query_features.num_tokens, key_features.num_tokens
     query, key = (heads_first(x, num_kv_heads) for x in (query_features, key_features))
     value = split_heads(representable(value), num_kv_heads)
-    sizes = [product(value.shape[0], n, key.width) for n in lengths]
-    size = None if None in sizes else max(sizes[0] * groups, sizes[1])
+    size = product(value.shape[0], value.shape[2], groups, key.width)
     output = by_heads(_attend, (query, key, value, heads_mask(key_mask)), size)
     length = ops.shape(output)[2] // groups
     return ops.cast(merge_heads(output, num_heads, length), dtype)

@@ -22,9 +22,9 @@ because blocks are visited one after the other; see `fold`.)
 from keras import ops
 
 from keras_rfattn.backend import accumulated_matmul, clip, run_if, where
-from keras_rfattn.ops.causal_fallback import weigh_keys, weigh_values
+from keras_rfattn.ops.causal_fallback import weigh_keys
 from keras_rfattn.ops.features import LOWEST, Features
-from keras_rfattn.ops.sums import Reading, look_up, lowered, rebase
+from keras_rfattn.ops.sums import Reading, look_up, lowered, rebase, weigh
 
 
 def read_block(prefix, query, key, value, mask, groups, span, fallback):
@@ -59,8 +59,10 @@ def read_block(prefix, query, key, value, mask, groups, span, fallback):
             weights, shift, exceeds, features, groups, dtype, fallback
         )
         before, shift = lowered(before, rise), shift + rise
-    weights = tuple(where(visible, w, 0) for w in weights)
-    own = weigh_values(weights, mask, value, shift)
+    weights = [where(visible, w, 0) for w in weights]
+    if mask is not None:
+        weights = [where(ops.expand_dims(mask, -2), w, 0) for w in weights]
+    own = weigh(weights[0], value, shift, *weights[1:])
     return Reading(shift, *(a + b for a, b in zip(before[1:], own[1:], strict=True)))
 
 

@@ -14,7 +14,6 @@ from keras import ops
 
 from keras_rfattn.backend import accumulated_matmul, clip, where
 from keras_rfattn.ops.features import LOWEST, Features
-from keras_rfattn.ops.sums import Reading
 
 
 def unbounded_weights(query, key, mask, groups, dtype):
@@ -109,16 +108,3 @@ def weigh_keys(query, rows, key, shift):
     rows = query.magnitudes(ops.expand_dims(shift, -1), rows.dtype)
     columns = ops.cast(ops.exp(key.log_scale), rows.dtype)
     return weights, accumulated_matmul(rows, columns, transpose_b=True)
-
-
-def weigh_values(weights, mask, value, shift):
-    """Returns the `Reading` of values `(..., S, V)` by weights `(..., R, S)`."""
-    if mask is not None:
-        weights = tuple(where(ops.expand_dims(mask, -2), w, 0) for w in weights)
-    # The numerator and the denominator use the same rounded weights, so that their
-    # ratio is a weighted average.
-    rounded = ops.cast(weights[0], value.dtype)
-    numerator = accumulated_matmul(rounded, value)
-    denominator = ops.sum(ops.cast(rounded, numerator.dtype), axis=-1)
-    bound = ops.sum(weights[1], axis=-1) if len(weights) > 1 else denominator
-    return Reading(shift, numerator, denominator, bound)

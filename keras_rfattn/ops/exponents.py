@@ -43,7 +43,6 @@ class Exponents(NamedTuple):
     has_offset = False
     values = None
     num_heads = property(lambda self: self.x.shape[-2])
-    num_tokens = property(lambda self: self.x.shape[1])
     width = scale_width = property(lambda self: self.matrix.shape[-1])
 
     @property

@@ -39,11 +39,6 @@ class Features(NamedTuple):
         return self.log_scale.shape[-2]
 
     @property
-    def num_tokens(self):
-        """The size of the token axis (axis 1), before heads come first."""
-        return self.log_scale.shape[1]
-
-    @property
     def is_exponential(self):
         """Whether every value is 1, so that the exponents are the whole feature."""
         return self.values is None

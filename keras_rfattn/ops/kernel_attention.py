@@ -23,7 +23,7 @@ from keras_rfattn.backend import (
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.layout import merge_heads, split_heads
 from keras_rfattn.ops.masks import heads_mask, hide
-from keras_rfattn.ops.sums import Reading, normalize
+from keras_rfattn.ops.sums import normalize, weigh
 
 LEAST = 1e-30  # smallest norm to divide by; a vector may be zero
 
@@ -101,16 +101,13 @@ def unit(x):
 def read_exactly(kernel, query, key, value, visible):
     """Returns the `Reading` of queries `(..., R, H)` by a kernel."""
     weights, shift = kernel(query, key, visible)
-    rounded = ops.cast(weights, value.dtype)
-    numerator = accumulated_matmul(rounded, value)
-    denominator = ops.sum(ops.cast(rounded, numerator.dtype), axis=-1)
-    bound = denominator
-    if kernel.has_offset:
-        # Weights may all vanish, for example those of orthogonal vectors; such a row
-        # still sees keys. A softmax row has a weight of 1, and XLA is twice as fast
-        # without this.
-        bound = clip(bound, low=ops.cast(shift > LOWEST / 2, bound.dtype))
-    return Reading(shift, numerator, denominator, bound)
+    reading = weigh(weights, value, shift)
+    if not kernel.has_offset:
+        return reading
+    # Weights may all vanish, for example those of orthogonal vectors; such a row still
+    # sees keys. A softmax row has a weight of 1, and XLA is twice as fast without this.
+    seen = ops.cast(shift > LOWEST / 2, reading.bound.dtype)
+    return reading._replace(bound=clip(reading.bound, low=seen))
 
 
 def exact_attention(

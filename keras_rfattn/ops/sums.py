@@ -121,6 +121,17 @@ def look_up(sums, query, rows, shift):
     return Reading(shift, numerator, denominator, bound)
 
 
+def weigh(weights, value, shift, bounds=None):
+    """Returns the `Reading` of values `(..., S, V)` by weights `(..., R, S)`."""
+    # The numerator and the denominator use the same rounded weights, so that their
+    # ratio is a weighted average.
+    rounded = ops.cast(weights, value.dtype)
+    numerator = accumulated_matmul(rounded, value)
+    denominator = ops.sum(ops.cast(rounded, numerator.dtype), axis=-1)
+    bound = denominator if bounds is None else ops.sum(bounds, axis=-1)
+    return Reading(shift, numerator, denominator, bound)
+
+
 def combine(a, b):
     """Adds the readings of two disjoint sets of keys by the same queries."""
     shift = clip(a.shift, low=b.shift)
