@@ -46,7 +46,6 @@ from keras_rfattn.ops.layout import (
     features_in_blocks,
     heads_first,
     join_blocks,
-    merge_heads,
     split_heads,
 )
 from keras_rfattn.ops.masks import first_visible, heads_mask, hide, needed
@@ -150,7 +149,7 @@ class Windows:
         self, query_features, key_features, query, key, value, mask, summed, sinks,
         earlier,
     ):  # fmt: skip
-        """Computes all windows of some heads, without causality: `(B, K, T · G, V)`."""
+        """Returns the output `(B, K, n, C · G, V)` of some heads, without causality."""
 
         def cut(features, groups=1):
             features = features.compute()
@@ -164,9 +163,7 @@ class Windows:
         features = cut(query_features, self.groups)
         near = [self.beside(x) for x in (key, value, exists)]
         is_all = mask is None
-        output = self.answer(far, features, query, near, sinks, is_all, value.dtype)
-        shape = ops.shape(output)
-        return ops.reshape(output, (*shape[:2], -1, shape[-1]))
+        return self.answer(far, features, query, near, sinks, is_all, value.dtype)
 
     def elsewhere(self, own, earlier=None):
         """Returns each window's `Sums` over `earlier` and all windows not `nearby`."""
@@ -289,9 +286,8 @@ def _all_windows(
         seen = sinks.before(windows, num_blocks(length, windows.size))
         sinks = sinks.key, sinks.value, seen
     arrays = *features, query, key, value, *masks, sinks, earlier
-    # Cuts off the padding after the end.
-    output = by_heads(windows, arrays, size)[:, :, : length * groups]
-    return ops.cast(merge_heads(output, num_heads, length), dtype), None
+    output = join_blocks(by_heads(windows, arrays, size), num_heads, length)
+    return ops.cast(output, dtype), None
 
 
 def _causal_windows(
