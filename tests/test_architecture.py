@@ -57,7 +57,7 @@ GROUND = "arguments"
 LINES = {
     "core": 15_500,
     "backend": 900,
-    "ops": 2_810,
+    "ops": 2_800,
     "feature_maps": 1_900,
     "models": 3_240,
     "uptraining": 1_500,
