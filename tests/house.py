@@ -18,7 +18,7 @@ EXECUTION = ("backend", "fused", "experimental")
 # Folders that are no part of the core.
 OUTSIDE = ("papers", "experimental")
 # Folders of the core that have a bar of their own.
-COUNTED = ("ops", "feature_maps", "models", "uptraining", "maps")
+COUNTED = ("backend", "ops", "feature_maps", "models", "uptraining", "maps")
 # Files that decide what happens to tokens that are not finite: the door, states, masks.
 DOOR = re.compile(r"layers/not_finite\.py|.*(state|mask)\w*\.py")
 NOT_FINITE = re.compile(r"(?<![a-z])(nan|isnan|isfinite|finite|spoil\w*)(?![a-z])")

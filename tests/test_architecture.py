@@ -55,11 +55,12 @@ GROUND = "arguments"
 # The most lines that each part may have. A commit that needs more raises its bar here,
 # and says which row of a results page pays for it.
 LINES = {
-    "core": 14_890,
-    "ops": 2_950,
+    "core": 14_500,
+    "backend": 900,
+    "ops": 2_800,
     "feature_maps": 1_690,
     "models": 3_280,
-    "uptraining": 1_430,
+    "uptraining": 1_440,
     "maps": 540,
     "papers": 3_200,
     "experimental": 2_500,

@@ -8,8 +8,8 @@ import keras
 from keras import ops
 
 from keras_rfattn.backend import common
-from keras_rfattn.backend.common import heads_at_once, wide_dtype
-from keras_rfattn.backend.sizes import is_known, product
+from keras_rfattn.backend.common import wide_dtype
+from keras_rfattn.backend.sizes import heads_at_once, is_known, product
 
 # Number of features, and of weights, that `by_heads` takes at once on a CPU. They fit a
 # cache. Weights are read twice and features more often.
@@ -50,24 +50,6 @@ def is_plain(*arrays):
     return not any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def quotient(numerator, denominator, dtype):
-    """Returns `numerator / denominator`; the gradient keeps output and denominator."""
-    return (numerator / denominator).astype(dtype)
-
-
-@quotient.defjvp
-def _quotient_jvp(dtype, primals, tangents):
-    output = quotient(*primals, dtype)
-
-    # Otherwise JAX would keep what is computed from the output on the way.
-    @jax.checkpoint
-    def tangent(output, denominator, up, down):
-        return ((up - output.astype(up.dtype) * down) / denominator).astype(dtype)
-
-    return output, tangent(output, primals[1], *tangents)
-
-
 def finite_tokens(x):
     if jax.default_backend() != "cpu":
         return common.finite_tokens(x)
@@ -88,12 +70,6 @@ def compiled(function, /, **options):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _call(function, options, *arrays):
     return function(*arrays, **dict(options))
-
-
-def exclusive_scan(combine, start, elements):
-    if _is_on_gpu() and elements[0].shape[0] != 1:
-        return common.scan_by_doubling(combine, start, elements)
-    return common.exclusive_scan(combine, start, elements)
 
 
 def fold(step, carry, blocks):

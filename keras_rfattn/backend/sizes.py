@@ -7,6 +7,7 @@ inputs, so these functions compare sizes.
 
 import math
 
+import keras
 import numpy as np
 
 
@@ -33,3 +34,11 @@ def smaller(size, limit):
 def product(*sizes):
     """Returns the product of sizes; `None` if one is unknown."""
     return math.prod(sizes) if all(is_known(x) for x in sizes) else None
+
+
+def heads_at_once(arrays, size, limit):
+    """Returns how many heads of `size` floats a limit holds, and how many there are."""
+    leaves = [x for x in keras.tree.flatten(arrays) if x is not None]
+    count = max(x.shape[1] for x in leaves)
+    most = max(1, limit // max(size, 1))
+    return max(i for i in range(1, count + 1) if count % i == 0 and i <= most), count

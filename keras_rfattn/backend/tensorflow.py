@@ -5,31 +5,12 @@ operations to arrays of five axes.
 """
 
 import functools
-import math
 
 import tensorflow as tf
 from keras import ops
 
 from keras_rfattn.backend import common
 from keras_rfattn.backend.sizes import is_known
-
-
-def repeat_each(x, count, axis=0):
-    if len(x.shape) <= 4:
-        return ops.repeat(x, count, axis=axis)
-    # Tiling adds an axis.
-    shape, axis = ops.shape(x), axis % len(x.shape)
-    lead, size, tail = shape[:axis], shape[axis], shape[axis + 1 :]
-    rows = ops.reshape(x, (math.prod(lead), size, math.prod(tail)))
-    return ops.reshape(ops.repeat(rows, count, axis=1), (*lead, size * count, *tail))
-
-
-def shifted(blocks, offset):
-    if offset == 0:
-        return blocks
-    shape = ops.shape(blocks)
-    flat = ops.reshape(blocks, (*shape[:3], math.prod(shape[3:])))
-    return ops.reshape(common.shifted(flat, offset), shape)
 
 
 def take_tokens(x, index):
@@ -59,7 +40,3 @@ def compiled(function, /, **options):
         call = functools.partial(function, **options)
         graph._rfattn_functions[key] = tf.function(call, autograph=False)
     return graph._rfattn_functions[key]
-
-
-def loops_over_blocks(count):
-    return is_known(count) and count == 1

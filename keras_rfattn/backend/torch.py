@@ -16,8 +16,8 @@ import torch
 from keras import ops
 
 from keras_rfattn.backend import common
-from keras_rfattn.backend.common import heads_at_once, wide_dtype
-from keras_rfattn.backend.sizes import is_known, product
+from keras_rfattn.backend.common import wide_dtype
+from keras_rfattn.backend.sizes import heads_at_once, is_known, product
 
 # Number of features or weights that `by_heads` takes at once, and number
 # of tokens times heads that `fold` takes at once. They fit a cache.
@@ -33,77 +33,28 @@ def accumulated_matmul(a, b, transpose_a=False, transpose_b=False, is_precise=Fa
     return a @ b
 
 
-def affine(x, vectors, *terms):
-    result = accumulated_matmul(x, cast(vectors, x.dtype))
-    for term in terms:
-        result = add_into(result, cast(term, result.dtype))
-    return result
-
-
-def elementwise_max(a, b):
-    a, b = _tensor(a), _tensor(b)
-    return a.clamp(min=b) if _is_number(b) else torch.maximum(a, b.to(a.dtype))
-
-
-def elementwise_min(a, b):
-    a, b = _tensor(a), _tensor(b)
-    return a.clamp(max=b) if _is_number(b) else torch.minimum(a, b.to(a.dtype))
-
-
-def largest_of(x, axis, keepdims=False):
-    # Keras inspects the result, which would break the graph of `torch.compile`.
-    if 0 in x.shape:
-        return common.largest_of(x, axis, keepdims)
-    return x.amax(axis, keepdim=keepdims)
-
-
-def smallest_of(x, axis, keepdims=False):
-    if 0 in x.shape:
-        return common.smallest_of(x, axis, keepdims)
-    return x.amin(axis, keepdim=keepdims)
-
-
-def clip(x, low, high):
+def clip(x, low=None, high=None):
     x = _tensor(x)
-    if x.is_floating_point():
+
+    def limit(y):
+        if isinstance(y, torch.Tensor):
+            return y.to(x.dtype)
+        if y is None or x.dtype != torch.float16:
+            return y
         # PyTorch refuses numbers beyond the range of float16.
         most = torch.finfo(x.dtype).max
-        low, high = max(low, -most), min(high, most)
-    return x.clamp(low, high)
+        return max(-most, min(y, most))
+
+    return x.clamp(limit(low), limit(high))
 
 
 def where(condition, a, b):
     return torch.where(_tensor(condition), _tensor(a), _tensor(b))
 
 
-def exp_into(a, b):
-    return a.sub_(b).exp_() if is_plain(a, b) else (a - b).exp()
-
-
-def add_into(a, b):
-    return a.add_(b) if is_plain(a, b) else a + b
-
-
 def finite_tokens(x):
     # The maximum propagates NaN, and takes fewer passes than a comparison of all.
     return x.detach().abs().amax(-1, keepdim=True) < float("inf")
-
-
-def repeat_each(x, count, axis=0):
-    # With a tensor as `count`, `torch.compile` could not know the result's shape.
-    return _tensor(x).repeat_interleave(count, axis)
-
-
-def last_apart(x, axis=-1):
-    # A split is one array in the gradient, where two slices would be two.
-    rest, last = x.split([x.shape[axis] - 1, 1], axis)
-    return rest, last.squeeze(axis)
-
-
-def take_along(x, index, axis):
-    # Keras' way binds an exported program to the size of the batch.
-    sizes = [-1 if i == axis else size for i, size in enumerate(x.shape)]
-    return x.gather(axis, index.expand(sizes).long())
 
 
 def take_tokens(x, index):
@@ -112,11 +63,6 @@ def take_tokens(x, index):
     start = length * ops.arange(batch, dtype=index.dtype)[:, None]
     rows = x.flatten(0, 1).index_select(0, (start + index).flatten())
     return rows.reshape(*size, *x.shape[2:])
-
-
-def leading(x, length, axis):
-    # The size of a slice would be unknown if that of the array is.
-    return x.narrow(axis, 0, length)
 
 
 def num_blocks(length, size):
@@ -172,17 +118,6 @@ def is_differentiated(*arrays):
 def default_block_size():
     device = ops.empty(()).device.type
     return common.BLOCK_SIZES.get(device, common.DEFAULT_BLOCK_SIZE)
-
-
-def loops_over_blocks(count):
-    # A program would repeat the body of a loop for every block.
-    return is_known(count) and count == 1 or not _is_traced()
-
-
-def exclusive_scan(combine, start, elements):
-    if _is_on_gpu(start) and elements[0].shape[0] != 1:
-        return common.scan_by_doubling(combine, start, elements)
-    return common.exclusive_scan(combine, start, elements)
 
 
 def fold(step, carry, blocks):

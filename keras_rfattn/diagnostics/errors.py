@@ -101,7 +101,8 @@ def estimate(feature_map, sequence):
 def _parts(features):
     """Returns the values and exponents of n tokens as arrays `(K, n, M)`."""
     features = features.dense()
-    return _array(features.ones_or_values()), _array(features.spread_scale())
+    values, scale = _array(features.ones_or_values()), _array(features.log_scale)
+    return values, np.broadcast_to(scale, values.shape)
 
 
 def _array(x):

@@ -23,10 +23,10 @@ JAX is imported when a function is called, because no other backend divides sequ
 import keras
 from keras import ops
 
-from keras_rfattn.backend import compiled, largest_of, take_tokens
+from keras_rfattn.backend import compiled, take_tokens
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.features import LOWEST
-from keras_rfattn.ops.state import State, in_float32, read_sums, sum_tokens
+from keras_rfattn.ops.state import State, in_float32, read_state, sum_tokens
 from keras_rfattn.ops.sums import Sums, no_sums, rebase
 from keras_rfattn.ops.windows import Local, first_tokens, in_windows
 
@@ -140,7 +140,8 @@ def _stretch(query, key, value, mask, options, is_causal, axis):
 
     every = jax.lax.all_gather(_summed(key, value, mask), axis)
     if not is_causal:
-        return read_sums(_merged(every, None), query, value.dtype)
+        state = State(_merged(every, None), position=None)
+        return read_state(state, query, value.dtype)
     before = ops.arange(jax.lax.axis_size(axis)) < jax.lax.axis_index(axis)
     position = ops.zeros(ops.shape(value)[:1], "int32")
     state, size = State(_merged(every, before), position), options.block_size
@@ -228,6 +229,6 @@ def _merged(every, which):
         return ops.where(ops.reshape(which, (-1, *(1,) * (len(x.shape) - 1))), x, other)
 
     sums = Sums(some(every[0], LOWEST), *(some(x, 0) for x in every[1:]))
-    highest = largest_of(sums.maximum, axis=0)
+    highest = ops.amax(sums.maximum, axis=0)
     totals = (ops.sum(x, axis=0) for x in rebase(sums, highest)[1:])
     return Sums(highest, *totals)

@@ -32,7 +32,7 @@ import keras
 from keras import ops
 
 from keras_rfattn.arguments import check_seed
-from keras_rfattn.backend import repeat_each, wide_dtype
+from keras_rfattn.backend import wide_dtype
 from keras_rfattn.feature_maps.weights import Weights, trained_weights
 from keras_rfattn.ops.kernel_attention import Softmax
 
@@ -213,7 +213,7 @@ class FeatureMap(Weights, keras.layers.Layer):
         """Repeats a parameter `(K, ...)` for the N heads of `x`, `(..., N, H)`."""
         groups = x.shape[-2] // self.num_heads
         parameter = ops.cast(parameter, x.dtype)
-        return parameter if groups == 1 else repeat_each(parameter, groups, axis=0)
+        return ops.repeat(parameter, groups, axis=0)
 
     @property
     def has_own_weights(self):

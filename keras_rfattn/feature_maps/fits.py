@@ -17,12 +17,7 @@ References: "Performer" is Choromanski et al. (2021), "CRT" is Likhosherstov et 
 import numpy as np
 from keras import ops
 
-from keras_rfattn.backend import (
-    accumulated_matmul,
-    elementwise_max,
-    elementwise_min,
-    where,
-)
+from keras_rfattn.backend import accumulated_matmul, clip, where
 
 
 def favorplus(vectors, samples=None):
@@ -75,7 +70,7 @@ def best_a(z, dim):
     `A = (1 - 1/ρ) / 8` with `ρ = 2d / (√((2z + d)² + 8dz) + 2z + d)`.
     """
     # Far below where its square would overflow.
-    z = elementwise_min(z, 1e15)
+    z = clip(z, high=1e15)
     root = ops.sqrt(ops.square(2 * z + dim) + 8 * dim * z)
     rho = 2 * dim / (root + 2 * z + dim)
     return (1 - 1 / rho) / 8
@@ -140,7 +135,7 @@ def _masked_moments(x, mask):
     mask = ops.cast(mask, "bool")
     x = where(ops.expand_dims(mask, (2, 3)), x, 0)
     count = ops.expand_dims(ops.sum(ops.cast(mask, "float32"), axis=1), (1, 2))
-    count = elementwise_max(count, 1)
+    count = clip(count, low=1)
     return ops.sum(ops.square(x), axis=1) / count, ops.sum(x, axis=1) / count
 
 

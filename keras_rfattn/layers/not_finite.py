@@ -13,14 +13,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_rfattn.backend import (
-    clip,
-    finite_tokens,
-    known_finite,
-    repeat_each,
-    smallest_of,
-    where,
-)
+from keras_rfattn.backend import clip, finite_tokens, known_finite, where
 
 # Entries of queries and keys beyond this are replaced by it: then their squares, summed
 # over a head, stay far above `features.LOWEST`.
@@ -59,13 +52,13 @@ def marked(output, finite, mask):
         position = ops.arange(ops.shape(spoiled)[1], dtype="int32")
         position = ops.reshape(position, (1, -1, 1, 1))
         first = where(spoiled, position, position[:, -1:] + 1)
-        seen = position >= smallest_of(first, axis=1, keepdims=True)
+        seen = position >= ops.amin(first, axis=1, keepdims=True)
         if mask.prefix_mask is not None:
             prefix = _hidden_to_false(spoiled, mask.prefix_mask)
             seen = ops.logical_or(seen, ops.any(prefix, axis=1, keepdims=True))
     else:
         seen = ops.any(spoiled, axis=1, keepdims=True)
-    seen = repeat_each(seen, output.shape[2] // finite.key.shape[2], axis=2)
+    seen = ops.repeat(seen, output.shape[2] // finite.key.shape[2], axis=2)
     seen = ops.logical_or(seen, ops.logical_not(finite.query))
     # A sum, so that a loss which is NaN has a gradient that is NaN.
     return output + ops.cast(where(seen, float("nan"), 0.0), output.dtype)

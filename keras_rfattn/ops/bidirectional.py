@@ -25,12 +25,9 @@ def bidirectional(query_features, key_features, value, key_mask=None):
     """
     num_kv_heads, num_heads = value.shape[2], query_features.num_heads
     groups, dtype = num_heads // num_kv_heads, value.dtype
-    lengths = query_features.num_tokens, key_features.num_tokens
     query, key = (heads_first(x, num_kv_heads) for x in (query_features, key_features))
-    key = key.settled()
     value = split_heads(representable(value), num_kv_heads)
-    sizes = [product(value.shape[0], n, key.width) for n in lengths]
-    size = None if None in sizes else max(sizes[0] * groups, sizes[1])
+    size = product(value.shape[0], value.shape[2], groups, key.width)
     output = by_heads(_attend, (query, key, value, heads_mask(key_mask)), size)
     length = ops.shape(output)[2] // groups
     return ops.cast(merge_heads(output, num_heads, length), dtype)
@@ -41,5 +38,4 @@ def _attend(query, key, value, mask):
     # Keys are done before queries start, so that memory holds the features of one side
     # at a time.
     sums = summarize(*admit(key, value, mask), mask)
-    query = query.relative().compute()
-    return normalize(read(sums, query, value.dtype), query, value.dtype)
+    return normalize(read(sums, query.relative(), value.dtype), query, value.dtype)

@@ -8,22 +8,27 @@ in its own block are weighed one by one, in a C × C matrix of weights; see
 
 from keras import ops
 
-from keras_rfattn.backend import compiled, fold, quotient, representable, smaller
+from keras_rfattn.backend import compiled, fold, representable, smaller
 from keras_rfattn.ops.causal_block import read_block
 from keras_rfattn.ops.causal_fallback import unbounded_weights
-from keras_rfattn.ops.exponents import plain
 from keras_rfattn.ops.layout import (
-    block_heads,
     block_mask,
-    block_tokens,
-    cut_tokens,
-    in_blocks,
-    join_tokens,
+    cut_blocks,
+    features_in_blocks,
+    join_blocks,
+    split_heads,
 )
 from keras_rfattn.ops.options import Options
 from keras_rfattn.ops.prefix_sums import prefix_sums
 from keras_rfattn.ops.state import State, count_visible, in_float32, sum_tokens
-from keras_rfattn.ops.sums import Sums, admit, cast_sums, guarded, no_sums_of, summarize
+from keras_rfattn.ops.sums import (
+    Sums,
+    admit,
+    cast_sums,
+    no_sums_of,
+    normalize,
+    summarize,
+)
 
 SPAN = 30.0
 
@@ -95,29 +100,26 @@ def causal(
 def _causal(query, key, value, key_mask, earlier, block_size, span, fallback):
     """Returns the output, and the sums after the last token."""
     (batch, length), num_kv_heads = ops.shape(value)[:2], value.shape[2]
-    num_heads = query.num_heads
-    groups = num_heads // num_kv_heads
+    num_heads, groups = query.num_heads, query.num_heads // num_kv_heads
     block_size = max(smaller(length, block_size), 1)
     dtype, value = value.dtype, representable(value)
 
     start = no_sums_of(key, (batch, num_kv_heads), value)
     start = start if earlier is None else cast_sums(earlier, start)
-    query = query.relative()
-    query, query_features = in_blocks(query, num_kv_heads, block_size, groups)
-    key, key_features = in_blocks(key, num_kv_heads, block_size)
-    blocks = cut_tokens(value, block_size)
+    query = features_in_blocks(query.relative(), num_kv_heads, block_size, groups)
+    key = features_in_blocks(key, num_kv_heads, block_size)
+    value = cut_blocks(split_heads(value, num_kv_heads), block_size)
+    query_weights, key_weights = query.shared(), key.shared()
     mask = block_mask(key_mask, length, block_size)
 
     def step(sums, query, key, value, mask):
-        # Blocks of keys are read twice, once for the sums and once by their queries.
-        query, key = query_features(query), plain(key_features(key))
-        value = block_heads(value, num_kv_heads)
+        query = query.joined(query_weights).compute()
+        key = key.joined(key_weights).compute()
         # Hidden rows may hold anything, so they are removed before any product.
         key, value = admit(key, value, mask)
         prefix, last = prefix_sums(summarize(key, value, mask), Sums(*sums))
         reading = read_block(prefix, query, key, value, mask, groups, span, fallback)
-        output = quotient(reading.numerator, guarded(reading, query), dtype)
-        return tuple(last), block_tokens(output, num_heads)
+        return tuple(last), normalize(reading, query, dtype)
 
-    last, found = fold(step, tuple(start), (query, key, blocks, mask))
-    return join_tokens(found, length), Sums(*last)
+    last, found = fold(step, tuple(start), (query.tokens(), key.tokens(), value, mask))
+    return join_blocks(found, num_heads, length), Sums(*last)

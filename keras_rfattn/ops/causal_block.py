@@ -21,19 +21,10 @@ because blocks are visited one after the other; see `fold`.)
 
 from keras import ops
 
-from keras_rfattn.backend import (
-    accumulated_matmul,
-    elementwise_max,
-    elementwise_min,
-    largest_of,
-    repeat_each,
-    run_if,
-    smallest_of,
-    where,
-)
-from keras_rfattn.ops.causal_fallback import weigh_keys, weigh_values
+from keras_rfattn.backend import accumulated_matmul, clip, run_if, where
+from keras_rfattn.ops.causal_fallback import weigh_keys
 from keras_rfattn.ops.features import LOWEST, Features
-from keras_rfattn.ops.sums import Reading, look_up, lowered, rebase
+from keras_rfattn.ops.sums import Reading, look_up, lowered, rebase, weigh
 
 
 def read_block(prefix, query, key, value, mask, groups, span, fallback):
@@ -44,15 +35,15 @@ def read_block(prefix, query, key, value, mask, groups, span, fallback):
     visible = _visible(int(excess.shape[-2]), groups)
 
     # (..., R): the largest excess among the keys that a row sees.
-    largest = ops.stop_gradient(largest_of(excess, axis=-1))
+    largest = ops.stop_gradient(ops.amax(excess, axis=-1))
     largest = where(visible, ops.expand_dims(largest, -2), 0)
-    largest = elementwise_max(largest_of(largest, axis=-1), 0)
+    largest = clip(ops.amax(largest, axis=-1), low=0)
     if not key.shares_scale:
         exceeds = largest > span
-        largest = elementwise_min(largest, span)
-        excess = elementwise_min(excess, span)
+        largest = clip(largest, high=span)
+        excess = clip(excess, high=span)
     raised = query.log_scale + ops.expand_dims(reference, -2)
-    shift = ops.stop_gradient(largest_of(raised, axis=-1)) + largest
+    shift = ops.stop_gradient(ops.amax(raised, axis=-1)) + largest
     raised = query._replace(log_scale=raised)
     rows = raised.expand(ops.expand_dims(shift, -1), dtype)
     if key.shares_scale:
@@ -68,8 +59,10 @@ def read_block(prefix, query, key, value, mask, groups, span, fallback):
             weights, shift, exceeds, features, groups, dtype, fallback
         )
         before, shift = lowered(before, rise), shift + rise
-    weights = tuple(where(visible, w, 0) for w in weights)
-    own = weigh_values(weights, mask, value, shift)
+    weights = [where(visible, w, 0) for w in weights]
+    if mask is not None:
+        weights = [where(ops.expand_dims(mask, -2), w, 0) for w in weights]
+    own = weigh(weights[0], value, shift, *weights[1:])
     return Reading(shift, *(a + b for a, b in zip(before[1:], own[1:], strict=True)))
 
 
@@ -77,24 +70,23 @@ def _reference(prefix, log_scale, mask):
     """Returns a running maximum `(..., M)` that depends on keys all queries may see."""
     log_scale = ops.stop_gradient(log_scale)
     if mask is None:
-        return elementwise_max(prefix.maximum, log_scale[..., 0, :])
+        return clip(prefix.maximum, low=log_scale[..., 0, :])
     position = ops.arange(mask.shape[-1], dtype="int32")
     first = where(mask, position, mask.shape[-1])
-    first = position == smallest_of(first, axis=-1, keepdims=True)
+    first = position == ops.amin(first, axis=-1, keepdims=True)
     first = ops.cast(first, log_scale.dtype)
     row = accumulated_matmul(ops.expand_dims(first, -2), log_scale)[..., 0, :]
     has_prefix = ops.any(prefix.magnitude > 0, axis=-1, keepdims=True)
     # ONNX Runtime has no `where` for booleans.
     seen = ops.any(mask, axis=-1, keepdims=True)
     known = (has_prefix & mask[..., :1]) | (~has_prefix & seen)
-    return ops.where(known, elementwise_max(prefix.maximum, row), prefix.maximum)
+    return ops.where(known, clip(prefix.maximum, low=row), prefix.maximum)
 
 
 def _visible(block_size, groups):
     """Returns booleans `(C · G, C)`: whether row r, of token `r // G`, sees key j."""
-    token = ops.arange(block_size)
-    row = token if groups == 1 else repeat_each(token, groups)
-    return row[:, None] >= token[None, :]
+    row = ops.arange(block_size * groups) // groups
+    return row[:, None] >= ops.arange(block_size)[None, :]
 
 
 def _scaled_weights(query, key, excess, shift, visible, dtype):

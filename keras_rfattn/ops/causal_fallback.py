@@ -12,15 +12,8 @@ query and key is taken relative to its own maximum.
 
 from keras import ops
 
-from keras_rfattn.backend import (
-    accumulated_matmul,
-    elementwise_max,
-    largest_of,
-    repeat_each,
-    where,
-)
-from keras_rfattn.ops.features import LOWEST, Features, masked_log_scale
-from keras_rfattn.ops.sums import Reading
+from keras_rfattn.backend import accumulated_matmul, clip, where
+from keras_rfattn.ops.features import LOWEST, Features
 
 
 def unbounded_weights(query, key, mask, groups, dtype):
@@ -35,7 +28,7 @@ def unbounded_weights(query, key, mask, groups, dtype):
         chunk *= 2
     count = -(-size // chunk)
     batch, heads, blocks = ops.shape(key.log_scale)[:3]
-    key = Features(key.values, masked_log_scale(key, mask))
+    key = key.hidden(mask)
 
     def cut(x, pieces, rows):
         # Heads and blocks share an axis because LiteRT and ONNX Runtime broadcast over
@@ -55,16 +48,16 @@ def unbounded_weights(query, key, mask, groups, dtype):
     start = ops.expand_dims(ops.arange(count) * chunk, 1)
     is_earlier = ops.expand_dims(ops.arange(count * chunk), 0) < start
     log_scale = where(ops.expand_dims(is_earlier, -1), keys.log_scale, LOWEST)
-    maximum = ops.stop_gradient(largest_of(log_scale, axis=-2, keepdims=True))
+    maximum = ops.stop_gradient(ops.amax(log_scale, axis=-2, keepdims=True))
     raised = query.raised(maximum)
     rows = query.of_tokens(join_chunks)
     own = key.of_tokens(lambda x: join_chunks(cut(x, count, chunk)))
     exponent = _pair_exponents(rows, own)
 
-    shift = ops.stop_gradient(largest_of(exponent, axis=(-2, -1)))
+    shift = ops.stop_gradient(ops.amax(exponent, axis=(-2, -1)))
     shift = ops.reshape(shift, ops.shape(raised.log_scale)[:-1])
-    far_shift = ops.stop_gradient(largest_of(raised.log_scale, axis=-1))
-    shift = elementwise_max(elementwise_max(shift, far_shift), 0)
+    far_shift = ops.stop_gradient(ops.amax(raised.log_scale, axis=-1))
+    shift = clip(clip(shift, low=far_shift), low=0)
     # The keys of earlier chunks by a product, those of the same chunk one by one.
     column = ops.expand_dims(shift, -1)
     far = Features(keys.values, log_scale - maximum)
@@ -90,7 +83,7 @@ def unbounded_weights(query, key, mask, groups, dtype):
 def _pair_exponents(query, key):
     """Returns exponents `(B, L, c · G, c, M)`, at `2 * LOWEST` for later keys."""
     rows, columns = (int(x.log_scale.shape[-2]) for x in (query, key))
-    token = repeat_each(ops.arange(columns), rows // columns)
+    token = ops.arange(rows) // (rows // columns)
     visible = ops.expand_dims(token, 1) >= ops.expand_dims(ops.arange(columns), 0)
     exponent = ops.expand_dims(query.log_scale, -2) + ops.expand_dims(key.log_scale, -3)
     return where(ops.expand_dims(visible, -1), exponent, 2 * LOWEST)
@@ -115,16 +108,3 @@ def weigh_keys(query, rows, key, shift):
     rows = query.magnitudes(ops.expand_dims(shift, -1), rows.dtype)
     columns = ops.cast(ops.exp(key.log_scale), rows.dtype)
     return weights, accumulated_matmul(rows, columns, transpose_b=True)
-
-
-def weigh_values(weights, mask, value, shift):
-    """Returns the `Reading` of values `(..., S, V)` by weights `(..., R, S)`."""
-    if mask is not None:
-        weights = tuple(where(ops.expand_dims(mask, -2), w, 0) for w in weights)
-    # The numerator and the denominator use the same rounded weights, so that their
-    # ratio is a weighted average.
-    rounded = ops.cast(weights[0], value.dtype)
-    numerator = accumulated_matmul(rounded, value)
-    denominator = ops.sum(ops.cast(rounded, numerator.dtype), axis=-1)
-    bound = ops.sum(weights[1], axis=-1) if len(weights) > 1 else denominator
-    return Reading(shift, numerator, denominator, bound)

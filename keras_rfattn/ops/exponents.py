@@ -9,27 +9,9 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_rfattn.backend import add_into, affine, exp_into, where, wide_dtype
+from keras_rfattn.backend import accumulated_matmul, where, wide_dtype
 from keras_rfattn.ops.features import LOWEST, Features
-
-
-class Fresh(Features):
-    """Exponential features that no other object holds, so they are overwritten."""
-
-    # An algorithm that reads them twice makes `Features` of them first.
-
-    def raised(self, maximum):
-        """Returns features whose exponents are larger by an array that broadcasts."""
-        return self._replace(log_scale=add_into(self.log_scale, maximum))
-
-    def expand(self, shift, dtype):
-        """Returns `exp(log_scale - shift)`, rounded once, to `dtype`."""
-        return ops.cast(exp_into(self.log_scale, shift), dtype)
-
-
-def plain(features):
-    """Returns features that are not overwritten when they are read."""
-    return Features(*features) if isinstance(features, Fresh) else features
+from keras_rfattn.ops.layout import merge_heads, split_heads
 
 
 class Form(NamedTuple):
@@ -43,7 +25,7 @@ class Form(NamedTuple):
         if self.offset is None:
             factor = self.matrix * self.matrix / -2
             return factor * ops.sum(x * x, axis=-1, keepdims=True)
-        z = affine(x, _fitting(self.matrix, x), _fitting(self.offset, x))
+        z = _products(x, self.matrix) + _fitting(self.offset, x)
         return ops.sum(z * z, axis=-1, keepdims=True) / -2
 
 
@@ -61,7 +43,6 @@ class Exponents(NamedTuple):
     has_offset = False
     values = None
     num_heads = property(lambda self: self.x.shape[-2])
-    num_tokens = property(lambda self: self.x.shape[1])
     width = scale_width = property(lambda self: self.matrix.shape[-1])
 
     @property
@@ -110,6 +91,10 @@ class Exponents(NamedTuple):
         common = ops.zeros_like(x[..., :1]) if common is None else common
         return self._replace(x=x, form=None, common=where(mask, common, LOWEST))
 
+    def raised(self, maximum):
+        """Returns features, heads first, whose exponents are larger by an array."""
+        return self._replace(bias=self.bias + maximum)
+
     def relative(self):
         """Returns features without their common factor, which cancels for a query."""
         return self._replace(form=None, common=None)
@@ -122,25 +107,40 @@ class Exponents(NamedTuple):
         return self._replace(form=None, common=common)
 
     def compute(self):
-        """Returns `Fresh` features of shape `(B, K, R, M)`, heads first."""
+        """Returns `Features` of shape `(B, K, R, M)`, heads first, or in blocks."""
+        if len(self.x.shape) == 5:
+            # The product takes rows of tokens, so the blocks are joined for it.
+            batch, heads, count, rows, _ = ops.shape(self.x)
+            joined = batch, heads, count * rows
+            flat = self.of_tokens(lambda x: ops.reshape(x, (*joined, x.shape[-1])))
+            blocks = batch, heads, count, rows
+            return flat.compute().of_tokens(
+                lambda x: ops.reshape(x, (*blocks, x.shape[-1]))
+            )
         x, common = ops.cast(self.x, self.scale_dtype), self.settled().common
-        matrix, bias = _fitting(self.matrix, x), _fitting(self.bias, x)
-        terms = (bias,) if common is None else (bias, common)
-        return Fresh(None, affine(x, matrix, *terms))
+        scale = _products(x, self.matrix)
+        # In place on PyTorch, where fresh memory costs more than the sum.
+        scale += _fitting(self.bias, x)
+        if common is not None:
+            scale += common
+        return Features(None, scale)
 
     def dense(self):
         """Returns `Features` of tokens `(..., N, H)`, in the layout of the tokens."""
-        shape, num_kv_heads = ops.shape(self.x), self.matrix.shape[1]
-        groups = self.num_heads // num_kv_heads
-        x = ops.reshape(self.x, (shape[0], -1, num_kv_heads, groups * shape[-1]))
-        x = ops.transpose(x, (0, 2, 1, 3))
-        x = ops.reshape(x, (*ops.shape(x)[:2], -1, shape[-1]))
+        shape = ops.shape(self.x)
+        x = ops.reshape(self.x, (shape[0], -1, *shape[-2:]))
+        length = ops.shape(x)[1]
+        x = split_heads(x, self.matrix.shape[1])
         scale = self._replace(x=x).compute().log_scale
-        scale = ops.reshape(scale, (*ops.shape(x)[:2], -1, groups * self.width))
-        scale = ops.transpose(scale, (0, 2, 1, 3))
+        scale = merge_heads(scale, self.num_heads, length)
         return Features(None, ops.reshape(scale, (*shape[:-1], self.width)))
 
 
+def _products(x, vectors):
+    return accumulated_matmul(x, _fitting(vectors, x), is_precise=True)
+
+
 def _fitting(weight, x):
-    """Returns a weight with one more axis if tokens are cut into blocks."""
+    """Returns a weight as tokens have it: in their dtype, and blocks on axis 2."""
+    weight = ops.cast(weight, x.dtype)
     return ops.expand_dims(weight, 2) if len(x.shape) > len(weight.shape) else weight

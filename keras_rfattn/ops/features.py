@@ -39,11 +39,6 @@ class Features(NamedTuple):
         return self.log_scale.shape[-2]
 
     @property
-    def num_tokens(self):
-        """The size of the token axis (axis 1), before heads come first."""
-        return self.log_scale.shape[1]
-
-    @property
     def is_exponential(self):
         """Whether every value is 1, so that the exponents are the whole feature."""
         return self.values is None
@@ -81,43 +76,23 @@ class Features(NamedTuple):
         """The dtype of the exponents."""
         return self.log_scale.dtype
 
-    def compute(self):
-        """Returns the features unchanged: unlike `Exponents` they are computed."""
+    def unchanged(self):
+        """Returns the features, which are computed, unlike `Exponents`."""
         return self
 
-    def tokens(self):
-        """Returns the part that has an entry for each token: all of it."""
-        return self
+    compute = dense = relative = tokens = unchanged
 
     def shared(self):
         """Returns the part that all tokens share: none, see `Exponents`."""
         return ()
 
     def joined(self, shared):
-        """Returns the features unchanged; see `Exponents`."""
-        return self
-
-    def relative(self):
-        """Returns the features unchanged; see `Exponents.relative`."""
-        return self
-
-    def settled(self):
-        """Returns the features unchanged; see `Exponents.settled`."""
-        return self
-
-    def dense(self):
-        """Returns `Features` with every feature present: the features unchanged."""
+        """Returns the features, whose `tokens` are all of them."""
         return self
 
     def ones_or_values(self):
         """Returns the values, or ones if `values` is `None`."""
         return ops.ones_like(self.log_scale) if self.values is None else self.values
-
-    def spread_scale(self):
-        """Returns the exponents broadcast to one for each feature."""
-        if self.values is None:
-            return self.log_scale
-        return ops.broadcast_to(self.log_scale, ops.shape(self.values))
 
     def expand(self, shift, dtype):
         """Returns `values * exp(log_scale - shift)`, rounded once, to `dtype`."""
@@ -136,8 +111,11 @@ class Features(NamedTuple):
 
     def hidden(self, mask):
         """Returns key features whose hidden rows enter no product and no maximum."""
+        if mask is None:
+            return self
         values = None if self.values is None else hide(self.values, mask)
-        return type(self)(values, masked_log_scale(self, mask))
+        scale = where(ops.expand_dims(mask, -1), self.log_scale, LOWEST)
+        return type(self)(values, scale)
 
     def products(self, other, dtype):
         """Returns the products `(..., R, S)` of the values with those of `other`."""
@@ -176,13 +154,6 @@ class Squared(Features):
     def products(self, other, dtype):
         """Returns the products of the values with those of `other`: `(v · w)²`."""
         return ops.square(super().products(other, dtype))
-
-
-def masked_log_scale(key, mask):
-    """Returns key exponents with hidden keys at `LOWEST`, which no maximum sees."""
-    if mask is None:
-        return key.log_scale
-    return where(ops.expand_dims(mask, -1), key.log_scale, LOWEST)
 
 
 def self_tensor(x):

@@ -14,18 +14,16 @@ from keras import ops
 from keras_rfattn.backend import (
     accumulated_matmul,
     by_heads,
-    elementwise_max,
+    clip,
     fused_softmax,
-    largest_of,
     product,
-    repeat_each,
     representable,
     where,
 )
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.layout import merge_heads, split_heads
 from keras_rfattn.ops.masks import heads_mask, hide
-from keras_rfattn.ops.sums import Reading, normalize
+from keras_rfattn.ops.sums import normalize, weigh
 
 LEAST = 1e-30  # smallest norm to divide by; a vector may be zero
 
@@ -33,9 +31,6 @@ LEAST = 1e-30  # smallest norm to divide by; a vector may be zero
 @dataclasses.dataclass(frozen=True)
 class Softmax:
     """The kernel `exp(q · k)` of scaled queries and keys.
-
-    Calling it with queries `(..., R, H)`, keys `(..., S, H)` and `visible` returns
-    weights `(..., R, S)` relative to `exp(shift)`, and the shift `(..., R)`.
 
     Attributes:
         soft_cap: Positive number c that bounds the logits: the kernel becomes
@@ -50,14 +45,10 @@ class Softmax:
 
     def __call__(self, query, key, visible):
         """Returns the weights and the shift."""
-        return _exponentiate(self.log_weights(query, key), visible)
-
-    def log_weights(self, query, key):
-        """Returns the logarithms of the weights, `(..., R, S)`."""
         logits = _products(query, key)
-        if self.soft_cap is None:
-            return logits
-        return self.soft_cap * ops.tanh(logits / self.soft_cap)
+        if self.soft_cap is not None:
+            logits = self.soft_cap * ops.tanh(logits / self.soft_cap)
+        return _exponentiate(logits, visible)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +74,6 @@ class Polynomial:
         scale, shift = _exponentiate(self.degree * scale, visible)
         return scale * products**self.degree, shift
 
-    def log_weights(self, query, key):
-        """Returns the logarithms of the weights, `(..., R, S)`."""
-        (query, query_scale), (key, key_scale) = unit(query), unit(key)
-        scale = query_scale + ops.swapaxes(key_scale, -1, -2)
-        cosine = elementwise_max(ops.abs(_products(query, key)), LEAST)
-        return self.degree * (scale + ops.log(cosine))
-
 
 def _products(query, key):
     return accumulated_matmul(query, key, transpose_b=True, is_precise=True)
@@ -99,34 +83,31 @@ def _exponentiate(exponent, visible):
     if visible is not None:
         exponent = where(visible, exponent, LOWEST)
     # Half of `LOWEST`, so that hidden weights vanish even in a row that sees no key.
-    shift = elementwise_max(largest_of(exponent, axis=-1), LOWEST / 2)
+    shift = clip(ops.amax(exponent, axis=-1), low=LOWEST / 2)
     shift = ops.stop_gradient(shift)
     return ops.exp(exponent - ops.expand_dims(shift, -1)), shift
 
 
 def unit(x):
     """Returns `(x / ‖x‖, log ‖x‖)`, of shapes `(..., H)` and `(..., 1)`."""
-    size = largest_of(ops.abs(x), axis=-1, keepdims=True)
-    size = ops.stop_gradient(elementwise_max(size, LEAST))
+    size = ops.amax(ops.abs(x), axis=-1, keepdims=True)
+    size = ops.stop_gradient(clip(size, low=LEAST))
     x = x / size
     square = ops.sum(ops.square(x), axis=-1, keepdims=True)
-    square = elementwise_max(square, LEAST)
+    square = clip(square, low=LEAST)
     return x / ops.sqrt(square), ops.log(size) + ops.log(square) / 2
 
 
 def read_exactly(kernel, query, key, value, visible):
     """Returns the `Reading` of queries `(..., R, H)` by a kernel."""
     weights, shift = kernel(query, key, visible)
-    rounded = ops.cast(weights, value.dtype)
-    numerator = accumulated_matmul(rounded, value)
-    denominator = ops.sum(ops.cast(rounded, numerator.dtype), axis=-1)
-    bound = denominator
-    if kernel.has_offset:
-        # Weights may all vanish, for example those of orthogonal vectors; such a row
-        # still sees keys. A softmax row has a weight of 1, and XLA is twice as fast
-        # without this.
-        bound = elementwise_max(bound, ops.cast(shift > LOWEST / 2, bound.dtype))
-    return Reading(shift, numerator, denominator, bound)
+    reading = weigh(weights, value, shift)
+    if not kernel.has_offset:
+        return reading
+    # Weights may all vanish, for example those of orthogonal vectors; such a row still
+    # sees keys. A softmax row has a weight of 1, and XLA is twice as fast without this.
+    seen = ops.cast(shift > LOWEST / 2, reading.bound.dtype)
+    return reading._replace(bound=clip(reading.bound, low=seen))
 
 
 def exact_attention(
@@ -144,7 +125,7 @@ def exact_attention(
     key, value = hide(key, mask), hide(value, mask)
     visible = None if mask is None else ops.expand_dims(mask, -2)
     if causal:
-        tokens = repeat_each(ops.arange(length), groups)
+        tokens = ops.arange(length * groups) // groups
         past = ops.expand_dims(tokens, 1) >= ops.expand_dims(ops.arange(length), 0)
         past = ops.expand_dims(past, (0, 1))
         if prefix_mask is not None:

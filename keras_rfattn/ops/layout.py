@@ -6,8 +6,7 @@ adjacent rows of their token.
 
 from keras import ops
 
-from keras_rfattn.backend import is_known, is_zero, leading, num_blocks
-from keras_rfattn.ops.exponents import Exponents
+from keras_rfattn.backend import is_known, is_zero, num_blocks
 from keras_rfattn.ops.masks import heads_mask
 
 
@@ -51,34 +50,18 @@ def cut_blocks(x, size, groups=1):
     return ops.reshape(x, (shape[0], x.shape[1], count, size, *x.shape[3:]))
 
 
-def cut_tokens(x, size):
-    """Cuts `(B, T, N, ·)` into `(B, 1, T / size, size, N, ·)`, padded with zeros."""
-    return cut_blocks(ops.expand_dims(x, 1), size)
+def features_in_blocks(features, num_kv_heads, size, groups=1):
+    """Cuts features `(B, T, N, M)` into `(B, K, T / size, size · G, M)`."""
+    features = heads_first(features, num_kv_heads)
+    return features.of_tokens(lambda x: cut_blocks(x, size, groups))
 
 
-def block_heads(blocks, num_kv_heads):
-    """Reshapes `(B, 1, n, C, N, ·)` to `(B, K, n, C · G, ·)`."""
-    batch, _, count, size, num_heads, width = ops.shape(blocks)
-    groups = num_heads // num_kv_heads
-    shape = batch, count, size, num_kv_heads, groups, width
-    x = ops.transpose(ops.reshape(blocks, shape), (0, 3, 1, 2, 4, 5))
-    return ops.reshape(x, (batch, num_kv_heads, count, size * groups, width))
-
-
-def block_tokens(x, num_heads):
-    """Reshapes `(B, K, n, C · G, ·)` back to `(B, 1, n, C, N, ·)`."""
-    batch, num_kv_heads, count, rows, width = ops.shape(x)
-    groups = num_heads // num_kv_heads
-    shape = batch, num_kv_heads, count, rows // groups, groups, width
-    x = ops.transpose(ops.reshape(x, shape), (0, 2, 3, 1, 4, 5))
-    return ops.reshape(x, (batch, 1, count, rows // groups, num_heads, width))
-
-
-def join_tokens(blocks, length):
-    """Joins blocks `(B, 1, n, C, N, ·)` to `(B, T, N, ·)`, and cuts the padding off."""
-    batch, _, count, size, num_heads, width = ops.shape(blocks)
-    x = ops.reshape(blocks, (batch, count * size, num_heads, width))
-    return leading(x, length, 1)
+def join_blocks(blocks, num_heads, length):
+    """Joins blocks `(B, K, n, C · G, V)` to `(B, T, N, V)`, without padding."""
+    batch, num_kv_heads, count, rows, width = ops.shape(blocks)
+    x = ops.reshape(blocks, (batch, num_kv_heads, count * rows, width))
+    x = x[:, :, : length * (num_heads // num_kv_heads)]
+    return merge_heads(x, num_heads, length)
 
 
 def block_mask(key_mask, length, size):
@@ -90,28 +73,6 @@ def block_mask(key_mask, length, size):
     else:
         mask = ops.ones((1, 1, length), dtype="bool")
     return ops.squeeze(cut_blocks(ops.expand_dims(mask, -1), size), -1)
-
-
-def in_blocks(features, num_kv_heads, block_size, groups=1):
-    """Returns per-token arrays in blocks on axis 2, and a function for `Features`."""
-    if not isinstance(features, Exponents):
-        features = heads_first(features, num_kv_heads)
-        blocks = features.of_tokens(lambda x: cut_blocks(x, block_size, groups))
-        return blocks, lambda blocks: blocks
-
-    def compute(x):
-        # The product takes rows of tokens, so the blocks are joined for it.
-        x = block_heads(x, num_kv_heads)
-        count = ops.shape(x)[2]
-        x = ops.reshape(x, (*ops.shape(x)[:2], -1, x.shape[-1]))
-
-        def cut(x):
-            lead = ops.shape(x)[:2]
-            return ops.reshape(x, (*lead, count, block_size * groups, x.shape[-1]))
-
-        return features._replace(x=x).compute().of_tokens(cut)
-
-    return cut_tokens(features.x, block_size), compute
 
 
 def move_axis(x, source, destination):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from keras_rfattn.backend import is_plain, known_true, repeat_each, where
+from keras_rfattn.backend import is_plain, known_true, where
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ def interpret_mask(mask, query_length, key_length, causal=False):
     elif len(shape) == 2:
         mask = ops.expand_dims(mask, 0)
     if shape[-1] == 1 and key_length not in (1, None):
-        mask = repeat_each(mask, key_length, axis=-1)
+        mask = ops.repeat(mask, key_length, axis=-1)
     if mask.shape[1] == 1:
         return AttentionMask(ops.cast(mask[:, 0], "bool"), causal=causal)
     return _decode_dense(mask, causal)

@@ -11,15 +11,7 @@ tokens at the end that do not count at all, such as padding after a text.
 
 from keras import ops
 
-from keras_rfattn.backend import (
-    clip,
-    elementwise_max,
-    fits,
-    representable,
-    take_along,
-    take_tokens,
-    where,
-)
+from keras_rfattn.backend import clip, fits, representable, take_tokens, where
 from keras_rfattn.ops.kernel_attention import exact_attention, read_exactly
 from keras_rfattn.ops.layout import heads_first, merge_heads, split_heads
 from keras_rfattn.ops.masks import heads_mask, hide, needed
@@ -33,7 +25,7 @@ def _seen(state, local):
     last = ops.expand_dims(state.position, 1) - 1
     first = _first_near(last, local)
     sinks = ops.expand_dims(ops.arange(local.sinks, dtype="int32"), 0) < first
-    ring = _positions(last, local) >= elementwise_max(first, 0)
+    ring = _positions(last, local) >= clip(first, low=0)
     return state.near.visible & ops.concatenate([sinks, ring], axis=1)
 
 
@@ -51,7 +43,7 @@ def _positions(last, local):
 def read_near(state, query_features, local, dtype="float32"):
     """Returns attention `(B, 1, N, V)` of the last token to all tokens in a state."""
     num_kv_heads = state.far.maximum.shape[1]
-    features = heads_first(query_features, num_kv_heads).compute()
+    features = heads_first(query_features, num_kv_heads)
     query = split_heads(local.query, num_kv_heads)
     near, value = state.near, representable(state.near.value)
     visible = ops.expand_dims(_seen(state, local), (1, 2))
@@ -91,12 +83,10 @@ def extend_near(state, feature_map, value, local, key_mask=None, passed=None):
     leaves = place - local.window * int(local.sliding)
     slot = local.sinks + ops.where(leaves < 0, 0, leaves) % ring_size(local)
     key, value = (
-        ops.transpose(
-            take_along(x, ops.expand_dims(slot, (1, 3)), axis=2), (0, 2, 1, 3)
-        )
+        take_tokens(ops.transpose(x, (0, 2, 1, 3)), slot)
         for x in (near.key, near.value)
     )
-    visible = take_along(near.visible, slot, axis=1)
+    visible = take_tokens(near.visible, slot)
     visible = visible & counts & (leaves >= local.sinks)
     begins = (counts & (place % local.window == 0))[:, 0]
     far, leaving, none = state.far, state.leaving, emptied(state.far)
@@ -186,10 +176,10 @@ class Laid:
         # in the near windows of the last token.
         self.start = ops.zeros_like(before)
         if not is_empty:
-            self.start = _first_near(elementwise_max(before - 1, 0), local)
+            self.start = _first_near(clip(before - 1, low=0), local)
         self.count = kept + length
         self.token = self.start + ops.arange(self.count, dtype="int32")
-        self.first = _first_near(elementwise_max(self.last, 0), local)
+        self.first = _first_near(clip(self.last, low=0), local)
         came = kept + self.token - moved.added[:, :1]
         source = came if is_empty else ops.where(
             self.token < before, self.token % size, came
@@ -222,7 +212,7 @@ class Laid:
 
     def at(self, position):
         """Returns keys, values `(B, ·, K, ·)` and which are visible, at positions."""
-        index, exists = self.index(position), position >= elementwise_max(self.start, 0)
+        index, exists = self.index(position), position >= clip(self.start, low=0)
         tokens = (take_tokens(x, index) for x in (self.key, self.value, self.visible))
         key, value, visible = tokens
         return key, value, visible & exists & (position <= self.last)

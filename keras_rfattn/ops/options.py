@@ -53,11 +53,8 @@ class Options:
             choice for them. Needs a window.
 
     Raises:
-        ValueError: If a number is not a positive integer, `sliding` is not a boolean,
-            `sliding` is set without a window, `sinks` is not an integer of at least 0
-            or exceeds the window, `temperature` is not positive,
-            `softmax_heads` are not distinct non-negative integers, or `implementation`
-            is unknown.
+        ValueError: If an option is not of its kind, `sliding` is set without a window,
+            or there are more sinks than tokens in a window.
     """
 
     block_size: int | None = None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_rfattn.backend import elementwise_min, is_plain, take_tokens, where
+from keras_rfattn.backend import clip, is_plain, take_tokens, where
 
 # Lengths are rounded up to a multiple of this, to compile for fewer shapes.
 STEP = 16
@@ -53,14 +53,14 @@ def layout(segment_ids, max_segments=None):
     counts = ops.sum(ops.cast(members, "int32"), axis=1)
     starts = ops.cumsum(counts, axis=1) - counts
     places = ops.arange(most, dtype="int32")
-    tokens = elementwise_min(ops.expand_dims(starts, -1) + places, length - 1)
+    tokens = clip(ops.expand_dims(starts, -1) + places, high=length - 1)
     real = places < ops.expand_dims(counts, -1)
 
     def flat(x):
         return ops.reshape(x, (-1, texts * most))
 
     rank = take_tokens(rank, back)
-    start = take_tokens(starts, elementwise_min(rank, texts - 1))
+    start = take_tokens(starts, clip(rank, high=texts - 1))
     place = ops.cast(back, "int32") - start
     lost = (rank >= texts) | (place >= most)
     slots = where(lost, 0, rank * most + place)

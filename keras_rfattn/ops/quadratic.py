@@ -1,7 +1,8 @@
 """The definition of linear attention, slow and simple: the reference for all tests."""
 
-import keras
 from keras import ops
+
+from keras_rfattn.backend import wide_dtype
 
 
 def quadratic(query_features, key_features, value, key_mask=None, causal=False):
@@ -32,10 +33,7 @@ def quadratic(query_features, key_features, value, key_mask=None, causal=False):
         key = key.of_tokens(lambda x: ops.where(seen, x, 0))
         value = ops.where(seen, value, 0)
     groups = query.log_scale.shape[2] // value.shape[2]
-    is_double = "float64" in {
-        keras.backend.standardize_dtype(x.dtype) for x in (query.log_scale, value)
-    }
-    dtype = "float64" if is_double else "float32"
+    dtype = wide_dtype(query.log_scale, value)
 
     def queries(x):  # (B, N, T, 1, ·)
         return ops.expand_dims(ops.cast(ops.transpose(x, (0, 2, 1, 3)), dtype), 3)

@@ -5,7 +5,7 @@ R is the number of queries, and G the number of query heads per key head.
 
 from keras import ops
 
-from keras_rfattn.backend import accumulated_matmul, elementwise_max, largest_of, where
+from keras_rfattn.backend import accumulated_matmul, clip, where
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.layout import heads_first, split_heads
 from keras_rfattn.ops.masks import first_visible, heads_mask
@@ -43,7 +43,7 @@ def _by_features(query, key, visible):
     # Each query and each key is relative to its own largest exponent. A maximum over
     # keys would include keys that a row does not see.
     tops = [
-        ops.stop_gradient(largest_of(x.log_scale, axis=-1, keepdims=True)) - LIFT
+        ops.stop_gradient(ops.amax(x.log_scale, axis=-1, keepdims=True)) - LIFT
         for x in (query, key)
     ]
 
@@ -55,9 +55,9 @@ def _by_features(query, key, visible):
         return accumulated_matmul(rows, columns, transpose_b=True)
 
     top = tops[0] + ops.swapaxes(tops[1], -1, -2)
-    magnitudes = elementwise_max(products("magnitudes"), LEAST)
+    magnitudes = clip(products("magnitudes"), low=LEAST)
     exponent = where(visible, top + ops.log(magnitudes), LOWEST)
-    shift = elementwise_max(largest_of(exponent, axis=-1), LOWEST / 2)
+    shift = clip(ops.amax(exponent, axis=-1), low=LOWEST / 2)
     shift = ops.stop_gradient(shift)
     factor = ops.exp(where(visible, top - ops.expand_dims(shift, -1), LOWEST))
     weights = magnitudes = magnitudes * factor

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_rfattn.backend import elementwise_max, repeat_each, representable
+from keras_rfattn.backend import clip, representable
 from keras_rfattn.ops.kernel_attention import read_exactly
 from keras_rfattn.ops.layout import heads_first, merge_heads, split_heads
 from keras_rfattn.ops.masks import heads_mask, hide
@@ -124,7 +124,8 @@ def add_token(sums, key_features, value, key_mask=None):
     num_kv_heads, mask = value.shape[2], heads_mask(key_mask)
     value = split_heads(representable(value), num_kv_heads)
     key, value = admit(heads_first(key_features, num_kv_heads), value, mask)
-    maximum = elementwise_max(sums.maximum, ops.stop_gradient(key.log_scale[:, :, 0]))
+    largest = ops.stop_gradient(key.log_scale[:, :, 0])
+    maximum = clip(sums.maximum, low=largest)
     kept, shift = rebase(sums, maximum), ops.expand_dims(maximum, 2)
     magnitude, rows = key.magnitudes(shift, "float32"), key.expand(shift, "float32")
     # Before any visible token, the exponent of a hidden one is the maximum.
@@ -183,15 +184,10 @@ def read_state(state, query_features, dtype="float32"):
     Returns:
         Array of shape `(B, T, N, V)` in `dtype`. A row that sees no key is 0.
     """
-    return read_sums(state.far, query_features, dtype)
-
-
-def read_sums(sums, query_features, dtype):
-    """Returns attention `(B, T, N, V)` of queries that see all keys of `Sums`."""
-    num_kv_heads = sums.maximum.shape[1]
-    query = heads_first(query_features, num_kv_heads).relative().compute()
+    num_kv_heads = state.far.maximum.shape[1]
+    query = heads_first(query_features, num_kv_heads).relative()
     products = "float32" if dtype == "float16" else dtype
-    output = normalize(read(sums, query, products), query)
+    output = normalize(read(state.far, query, products), query)
     num_heads = query_features.num_heads
     length = ops.shape(output)[2] * num_kv_heads // num_heads
     return ops.cast(merge_heads(output, num_heads, length), dtype)
@@ -230,7 +226,8 @@ def read_exact_tokens(exact, query, kernel, start):
     """Returns attention `(B, T, E · G, V)` of tokens from `start` on to all before."""
     num_heads, num_kv_heads = query.shape[2], exact.key.shape[1]
     length, count = ops.shape(query)[1], ops.shape(exact.key)[2]
-    place = repeat_each(ops.arange(length, dtype="int32"), num_heads // num_kv_heads)
+    groups = num_heads // num_kv_heads
+    place = ops.arange(length * groups, dtype="int32") // groups
     place = ops.expand_dims(place + ops.cast(start, "int32"), 1)
     past = ops.expand_dims(ops.arange(count, dtype="int32"), 0) <= place
     visible = ops.expand_dims(exact.visible, (1, 2)) & past

@@ -13,15 +13,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_rfattn.backend import (
-    accumulated_matmul,
-    elementwise_max,
-    largest_of,
-    last_apart,
-    quotient,
-    where,
-    wide_dtype,
-)
+from keras_rfattn.backend import accumulated_matmul, clip, where, wide_dtype
 from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.masks import hide
 
@@ -55,7 +47,7 @@ def admit(key, value, mask=None):
 
 def summarize(key, value, mask=None):
     """Returns the `Sums` over S tokens, in float32 (float64 for float64 features)."""
-    maximum = ops.stop_gradient(largest_of(key.log_scale, axis=-2))
+    maximum = ops.stop_gradient(ops.amax(key.log_scale, axis=-2))
     shift = ops.expand_dims(maximum, -2)
     rows = key.expand(shift, value.dtype)
     # The normalizer is computed as the sum of a value that is 1, and 0 for a hidden
@@ -66,17 +58,17 @@ def summarize(key, value, mask=None):
     # Values come first because XLA on a CPU is half as fast if the wide operand is
     # transposed.
     both = accumulated_matmul(both, rows, transpose_a=True)
-    (numerator, normalizer), dtype = last_apart(both, -2), both.dtype
+    numerator, normalizer = both[..., :-1, :], both[..., -1, :]
     if key.is_exponential:
         magnitude = normalizer
     else:
-        magnitude = ops.sum(hide(key.magnitudes(shift, dtype), mask), axis=-2)
+        magnitude = ops.sum(hide(key.magnitudes(shift, both.dtype), mask), axis=-2)
     return Sums(maximum, numerator, normalizer, magnitude)
 
 
 def merge_sums(a, b):
     """Returns the sums over two disjoint sets of keys together."""
-    maximum = elementwise_max(a.maximum, b.maximum)
+    maximum = clip(a.maximum, low=b.maximum)
     pairs = zip(rebase(a, maximum)[1:], rebase(b, maximum)[1:], strict=True)
     return Sums(maximum, *(x + y for x, y in pairs))
 
@@ -99,8 +91,8 @@ def rebase(sums, maximum):
 
 def read(sums, query, dtype):
     """Returns the `Reading` of `sums` by query `Features` `(..., R, M)`."""
-    raised = query.raised(ops.expand_dims(sums.maximum, -2))
-    shift = ops.stop_gradient(largest_of(raised.log_scale, axis=-1))
+    raised = query.raised(ops.expand_dims(sums.maximum, -2)).compute()
+    shift = ops.stop_gradient(ops.amax(raised.log_scale, axis=-1))
     rows = raised.expand(ops.expand_dims(shift, -1), dtype)
     return look_up(sums, raised, rows, shift)
 
@@ -112,7 +104,7 @@ def look_up(sums, query, rows, shift):
     if keras.backend.standardize_dtype(dtype) == wide:
         both = ops.concatenate([ops.cast(sums.numerator, wide), last], axis=-2)
         both = accumulated_matmul(rows, both, transpose_b=True)
-        numerator, denominator = last_apart(both)
+        numerator, denominator = both[..., :-1], both[..., -1]
     else:
         numerator = ops.cast(sums.numerator, dtype)
         numerator = accumulated_matmul(rows, numerator, transpose_b=True)
@@ -129,9 +121,20 @@ def look_up(sums, query, rows, shift):
     return Reading(shift, numerator, denominator, bound)
 
 
+def weigh(weights, value, shift, bounds=None):
+    """Returns the `Reading` of values `(..., S, V)` by weights `(..., R, S)`."""
+    # The numerator and the denominator use the same rounded weights, so that their
+    # ratio is a weighted average.
+    rounded = ops.cast(weights, value.dtype)
+    numerator = accumulated_matmul(rounded, value)
+    denominator = ops.sum(ops.cast(rounded, numerator.dtype), axis=-1)
+    bound = denominator if bounds is None else ops.sum(bounds, axis=-1)
+    return Reading(shift, numerator, denominator, bound)
+
+
 def combine(a, b):
     """Adds the readings of two disjoint sets of keys by the same queries."""
-    shift = elementwise_max(a.shift, b.shift)
+    shift = clip(a.shift, low=b.shift)
     pairs = (lowered(x, shift - x.shift)[1:] for x in (a, b))
     return Reading(shift, *(x + y for x, y in zip(*pairs, strict=True)))
 
@@ -150,7 +153,7 @@ def lowered(reading, rise):
 def normalize(reading, features, dtype=None):
     """Divides the numerator by the `guarded` denominator: `(..., R, V)`."""
     dtype = reading.numerator.dtype if dtype is None else dtype
-    return quotient(reading.numerator, guarded(reading, features), dtype)
+    return ops.cast(reading.numerator / guarded(reading, features), dtype)
 
 
 def guarded(reading, features):
@@ -160,11 +163,11 @@ def guarded(reading, features):
         floor = GUARD * ops.stop_gradient(reading.bound)
         sign = where(denominator < 0, -1.0, 1.0)
         sign = ops.cast(sign, denominator.dtype)
-        denominator = sign * elementwise_max(ops.abs(denominator), floor)
+        denominator = sign * clip(ops.abs(denominator), low=floor)
     seen = reading.bound > 0
     if features.has_offset:
         # The denominator is a sum of squares, so it is below 0 only by rounding.
-        denominator = elementwise_max(denominator, 0)
+        denominator = clip(denominator, low=0)
         shift = where(seen, reading.shift, 0)
         denominator = denominator + ops.cast(ops.exp(-shift), denominator.dtype)
     return ops.expand_dims(where(seen, denominator, 1), -1)

@@ -24,7 +24,6 @@ Sinks" (Xiao et al., 2024) keeps the first tokens beside a sliding window.
 import dataclasses
 from typing import Any, NamedTuple
 
-import keras
 from keras import ops
 
 from keras_rfattn.backend import (
@@ -33,24 +32,20 @@ from keras_rfattn.backend import (
     compiled,
     fits,
     fold,
-    leading,
     num_blocks,
     product,
-    repeat_each,
     representable,
-    shifted,
     take_tokens,
     where,
 )
+from keras_rfattn.ops.features import LOWEST
 from keras_rfattn.ops.kernel_attention import exact_attention, read_exactly
 from keras_rfattn.ops.layout import (
     block_mask,
-    block_tokens,
     cut_blocks,
+    features_in_blocks,
     heads_first,
-    in_blocks,
-    join_tokens,
-    merge_heads,
+    join_blocks,
     split_heads,
 )
 from keras_rfattn.ops.masks import first_visible, heads_mask, hide, needed
@@ -123,7 +118,7 @@ class Windows:
 
     def beside(self, blocks):
         """Returns each window together with the windows nearby, side by side."""
-        found = [shifted(blocks, x) for x in self.nearby]
+        found = [_shifted(blocks, x) for x in self.nearby]
         return found[0] if len(found) == 1 else ops.concatenate(found, axis=3)
 
     def answer(self, sums, features, query, near, sinks, is_all, dtype):
@@ -140,7 +135,7 @@ class Windows:
         """Returns which keys nearby each query sees, `None` if it sees all of them."""
         within = None
         if self.is_causal:
-            token = repeat_each(ops.arange(self.size), self.groups)
+            token = ops.arange(self.size * self.groups) // self.groups
             keys = ops.arange(self.size * len(self.nearby)) + self.size * self.nearby[0]
             within = ops.expand_dims(token, 1) >= ops.expand_dims(keys, 0)
         # Windows next to a query's own may be zeros before the start or after the end.
@@ -154,7 +149,7 @@ class Windows:
         self, query_features, key_features, query, key, value, mask, summed, sinks,
         earlier,
     ):  # fmt: skip
-        """Computes all windows of some heads, without causality: `(B, K, T · G, V)`."""
+        """Returns the output `(B, K, n, C · G, V)` of some heads, without causality."""
 
         def cut(features, groups=1):
             features = features.compute()
@@ -168,14 +163,12 @@ class Windows:
         features = cut(query_features, self.groups)
         near = [self.beside(x) for x in (key, value, exists)]
         is_all = mask is None
-        output = self.answer(far, features, query, near, sinks, is_all, value.dtype)
-        shape = ops.shape(output)
-        return ops.reshape(output, (*shape[:2], -1, shape[-1]))
+        return self.answer(far, features, query, near, sinks, is_all, value.dtype)
 
     def elsewhere(self, own, earlier=None):
         """Returns each window's `Sums` over `earlier` and all windows not `nearby`."""
         none = emptied(Sums(*(x[:, :, 0] for x in own)))
-        left, right = (_moved(own, none, self.nearby[i]) for i in (0, -1))
+        left, right = (_shifted_sums(own, self.nearby[i]) for i in (0, -1))
         start = none if earlier is None else cast_sums(earlier, none)
         before, _ = prefix_sums(left, start)
         after, _ = prefix_sums(_reversed(right), none)
@@ -269,90 +262,92 @@ def in_windows(
         summed = summed if mask is None else summed & ops.cast(mask, "bool")
     elif summed is None:
         summed = mask
-    call = compiled(
-        _causal_windows if is_causal else _all_windows, kernel=local.kernel,
-        window=local.window, sliding=local.sliding,
-    )  # fmt: skip
+    groups = local.query.shape[2] // local.key.shape[2]
+    windows = Windows(local.kernel, local.window, groups, local.sliding, is_causal)
+    call = compiled(_causal_windows if is_causal else _all_windows, windows=windows)
     arrays = value, local.query, local.key, mask, summed, sinks, earlier
     return call(*features, *arrays)
 
 
 def _all_windows(
     query_features, key_features, value, query, key, mask, summed, sinks, earlier,
-    kernel, window, sliding,
+    windows,
 ):  # fmt: skip
     """Computes `in_windows` without causality."""
     num_heads, num_kv_heads = query.shape[2], value.shape[2]
-    length, groups, dtype = ops.shape(value)[1], num_heads // num_kv_heads, value.dtype
+    length, groups, dtype = ops.shape(value)[1], windows.groups, value.dtype
     features = [heads_first(x, num_kv_heads) for x in (query_features, key_features)]
-    windows = Windows(kernel, window, groups, sliding, False)
     size = product(value.shape[0], length, groups, features[1].width)
     query, key, value = (
         split_heads(x, num_kv_heads) for x in (query, key, representable(value))
     )
-    masks = [block_mask(x, length, window) for x in (mask, summed)]
+    masks = [block_mask(x, length, windows.size) for x in (mask, summed)]
     if sinks is not None:
-        seen = sinks.before(windows, num_blocks(length, window))
+        seen = sinks.before(windows, num_blocks(length, windows.size))
         sinks = sinks.key, sinks.value, seen
     arrays = *features, query, key, value, *masks, sinks, earlier
-    # Cuts off the padding after the end.
-    output = leading(by_heads(windows, arrays, size), length * groups, 2)
-    return ops.cast(merge_heads(output, num_heads, length), dtype), None
+    output = join_blocks(by_heads(windows, arrays, size), num_heads, length)
+    return ops.cast(output, dtype), None
 
 
 def _causal_windows(
     query_features, key_features, value, query, key, mask, summed, sinks, earlier,
-    kernel, window, sliding,
+    windows,
 ):  # fmt: skip
     """Computes causal `in_windows`."""
     num_heads, num_kv_heads = query.shape[2], value.shape[2]
-    length, groups, dtype = ops.shape(value)[1], num_heads // num_kv_heads, value.dtype
-    windows = Windows(kernel, window, groups, sliding, True)
-    far_query, compute_query = in_blocks(query_features, num_kv_heads, window, groups)
-    far_key, compute_key = in_blocks(key_features, num_kv_heads, window)
-    hidden = block_mask(mask, length, window)
+    length, size, dtype = ops.shape(value)[1], windows.size, value.dtype
+    far_query = features_in_blocks(query_features, num_kv_heads, size, windows.groups)
+    far_key = features_in_blocks(key_features, num_kv_heads, size)
+    weights = far_query.shared(), far_key.shared()
+    hidden = block_mask(mask, length, size)
     tokens = [split_heads(x, num_kv_heads) for x in (query, key, representable(value))]
     query, key, value, exists = windows.cut(*tokens, hidden)
-    is_summed = block_mask(summed, length, window)
-    rows = far_query, query, list(map(windows.beside, (key, value, exists)))
+    rows = far_query.tokens(), query, list(map(windows.beside, (key, value, exists)))
     seen = None if sinks is None else sinks.before(windows, ops.shape(value)[2])
+    # Keys, values and mask of the window that is far from the next one on.
+    offset, summed = windows.nearby[0], block_mask(summed, length, size)
+    if summed is None and offset:
+        summed = exists[..., 0]
+    leaving = (
+        far_key.tokens().of_tokens(lambda x: _shifted(x, offset)),
+        *(None if x is None else _shifted(x, offset) for x in (value, summed)),
+    )
 
-    def summed_before(offset):
-        """Returns keys, values and mask of window `i + offset`, for every window i."""
-        keys = keras.tree.map_structure(
-            lambda x: None if x is None else shifted(x, offset), far_key
-        )
-        summed = exists if is_summed is None else ops.expand_dims(is_summed, -1)
-        is_all = is_summed is None and not offset
-        return keys, shifted(value, offset), None if is_all else shifted(summed, offset)
-
-    def forward(sums, far, rows, seen):
-        keys, value, mask = far
-        mask = None if mask is None else needed(mask[..., 0])
-        own = summarize(*admit(compute_key(keys), value, mask), mask)
+    def forward(sums, leaving, rows, seen):
+        key, value, mask = leaving
+        mask = needed(mask)
+        key = key.joined(weights[1]).compute()
+        own = summarize(*admit(key, value, mask), mask)
         before, last = prefix_sums(own, Sums(*sums))
         features, query, near = rows
-        features, is_all = compute_query(features), hidden is None
+        features, is_all = features.joined(weights[0]).compute(), hidden is None
         exact = None if sinks is None else (sinks.key, sinks.value, seen)
         output = windows.answer(before, features, query, near, exact, is_all, dtype)
-        return tuple(last), block_tokens(output, num_heads)
+        return tuple(last), output
 
     start = no_sums_of(key_features, ops.shape(value)[:2], value)
     start = start if earlier is None else cast_sums(earlier, start)
-    blocks = summed_before(windows.nearby[0]), rows, seen
-    last, found = fold(forward, tuple(start), blocks)
-    return join_tokens(found, length), Sums(*last)
+    last, found = fold(forward, tuple(start), (leaving, rows, seen))
+    return join_blocks(found, num_heads, length), Sums(*last)
 
 
-def _moved(sums, none, offset):
-    """Returns `Sums` in which window i has the sums of window `i + offset`, if any."""
+def _shifted(blocks, offset, outside=0):
+    """Returns blocks along axis 2: block i is block `i + offset`, if that exists."""
+    if offset == 0:
+        return blocks
+    batch, heads, count, rows, *rest = ops.shape(blocks)
+    # LiteRT joins arrays of at most five axes.
+    flat = ops.reshape(blocks, (batch, heads, count * rows, *rest))
+    edge = ops.full_like(flat[:, :, :rows], outside)
+    parts = [edge, flat[:, :, :-rows]] if offset < 0 else [flat[:, :, rows:], edge]
+    return ops.reshape(ops.concatenate(parts, axis=2), ops.shape(blocks))
 
-    def move(x, y):
-        y = ops.expand_dims(ops.cast(y, x.dtype), 2)
-        parts = [y, x[:, :, :-1]] if offset < 0 else [x[:, :, 1:], y]
-        return ops.concatenate(parts, axis=2)
 
-    return Sums(*map(move, sums, none)) if offset else sums
+def _shifted_sums(sums, offset):
+    """Returns `Sums` of which those of window i are those of window `i + offset`."""
+    rest = (_shifted(x, offset) for x in sums[1:])
+    return Sums(_shifted(sums.maximum, offset, LOWEST), *rest)
 
 
 def _reversed(sums):

@@ -18,7 +18,7 @@ def add(*features):
     values = None
     if any(f.is_signed for f in features):
         values = ops.concatenate([f.ones_or_values() for f in features], axis=-1)
-    log_scale = ops.concatenate([f.spread_scale() for f in features], axis=-1)
+    log_scale = ops.concatenate([_spread_scale(f) for f in features], axis=-1)
     return Features(values, log_scale)
 
 
@@ -27,7 +27,7 @@ def multiply(a, b):
     values = None
     if a.is_signed or b.is_signed:
         values = _outer(a.ones_or_values(), b.ones_or_values(), ops.multiply)
-    return Features(values, _outer(a.spread_scale(), b.spread_scale(), ops.add))
+    return Features(values, _outer(_spread_scale(a), _spread_scale(b), ops.add))
 
 
 def scale(features, factor):
@@ -40,3 +40,8 @@ def scale(features, factor):
 def _outer(a, b, combine):
     outer = combine(ops.expand_dims(a, -1), ops.expand_dims(b, -2))
     return ops.reshape(outer, (*ops.shape(outer)[:-2], a.shape[-1] * b.shape[-1]))
+
+
+def _spread_scale(features):
+    """Returns the exponents broadcast to one for each feature."""
+    return ops.broadcast_to(features.log_scale, ops.shape(features.ones_or_values()))

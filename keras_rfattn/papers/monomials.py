@@ -6,7 +6,7 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn.arguments import derive_seed, is_number, is_positive
-from keras_rfattn.backend import elementwise_max
+from keras_rfattn.backend import clip
 from keras_rfattn.feature_maps.base import number
 from keras_rfattn.feature_maps.fits import mean_of
 from keras_rfattn.feature_maps.projected import RandomFeatureMap
@@ -110,7 +110,7 @@ class Monomials(Adaptive, RandomFeatureMap):
         return lambda x, y: self.log_moment_of_products(x * y, parameter)
 
     def key_features(self, x):
-        log_scale = self._log_monomials(elementwise_max(ops.abs(x), TINY))
+        log_scale = self._log_monomials(clip(ops.abs(x), low=TINY))
         odd = ops.mod(self.project(ops.cast(x < 0, x.dtype)), 2)
         return Features(1 - 2 * odd, log_scale)
 
@@ -273,7 +273,7 @@ class Shifted:
 
     def key_features(self, x):
         shift = self.per_head(self.shift, x)
-        log_scale = self._log_monomials(elementwise_max(x - shift, EPSILON))
+        log_scale = self._log_monomials(clip(x - shift, low=EPSILON))
         factor = ops.sum(shift * (x - shift / 2), axis=-1, keepdims=True)
         return Features(None, log_scale + factor)
 

@@ -5,7 +5,7 @@ import math
 import keras
 from keras import ops
 
-from keras_rfattn.backend import precise_einsum, repeat_each
+from keras_rfattn.backend import precise_einsum
 from keras_rfattn.feature_maps.polynomial import (
     DEFAULT_DEGREE,
     DEFAULT_SKETCH_SIZE,
@@ -77,7 +77,7 @@ class PolySketch(Sketch, ProjectedFeatureMap):
 
     def key_features(self, x):
         x, log_norm = unit(x)
-        sketch = repeat_each(ops.expand_dims(x, -2), self.degree // 2, axis=-2)
+        sketch = ops.repeat(ops.expand_dims(x, -2), self.degree // 2, axis=-2)
         for matrices in self.matrices:
             sketch = precise_einsum("...ch,chr->...cr", sketch, matrices)
             sketch = sketch[..., 0::2, :] * sketch[..., 1::2, :]

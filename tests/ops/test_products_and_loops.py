@@ -1,4 +1,3 @@
-import functools
 import importlib
 
 import keras
@@ -6,12 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.backend import (
-    accumulated_matmul,
-    common,
-    exclusive_scan,
-    precise_einsum,
-)
+from keras_rfattn.backend import accumulated_matmul, precise_einsum
 from keras_rfattn.layers.attend import attend
 from keras_rfattn.ops import AttentionMask, Options
 from tests import helpers as h
@@ -49,31 +43,20 @@ def forget_programs():
         special._call.clear_cache()
 
 
-loops_over_blocks = pytest.mark.skipif(
-    keras.backend.backend() == "tensorflow", reason="has no loop over blocks"
+folds_blocks = pytest.mark.skipif(
+    keras.backend.backend() == "tensorflow", reason="takes all blocks at once"
 )
 
 
-@loops_over_blocks
-def test_exclusive_scan_keeps_what_came_before():
-    x = np.arange(1.0, 6.0, dtype="float32")
-    start = (ops.convert_to_tensor(np.float32(10)),)
-    last, before = exclusive_scan(
-        lambda carry, new: (carry[0] + new[0],), start, (ops.convert_to_tensor(x),)
-    )
-    assert float(h.to_numpy(last[0])) == 25
-    h.assert_same(before[0], np.array([10, 11, 13, 16, 20], "float32"))
-
-
-@loops_over_blocks
+@folds_blocks
 @pytest.mark.parametrize(
     "at_once", first_on_jax([2 * h.BATCH * h.HEADS * h.BLOCK, 2**19])
 )
 @pytest.mark.parametrize(
     "name", ["favorpp", pytest.param("polysketch", marks=ONE_BACKEND)]
 )
-def test_blocks_and_scans_as_on_a_gpu(monkeypatch, name, at_once):
-    # Ten blocks, two or all of them at once, and their sums by doubling.
+def test_blocks_as_on_a_gpu(monkeypatch, name, at_once):
+    # Ten blocks, two or all of them at once.
     feature_map, x = h.build(name), h.problem()
     mask = AttentionMask(
         h.padding_masks()["scattered"], causal=True, self_attention=True
@@ -109,30 +92,6 @@ def test_one_block_larger_than_what_is_taken_at_once(monkeypatch):
     expected = function(h.BLOCK)
     monkeypatch.setattr(special, "TOKENS", 1, raising=False)
     h.assert_close(function(h.LENGTH), expected, rtol=1e-5)
-
-
-@loops_over_blocks
-@pytest.mark.parametrize("count", [2, 3, 8, 13])
-def test_sums_by_doubling_are_those_in_turn(count):
-    x = np.random.default_rng(0).normal(size=(count, 5)).astype("float32")
-    start = (ops.convert_to_tensor(np.float32([1, 2, 3, 4, 5])),)
-
-    def combine(a, b):
-        # Associative and not commutative: of what both hold the later one's part.
-        return (a[0] * 0.0 + b[0],)
-
-    def add(a, b):
-        return (a[0] + b[0],)
-
-    for function in (combine, add):
-        (last, before), (other, others) = (
-            h.one_program(functools.partial(scan, function))(
-                start, (ops.convert_to_tensor(x),)
-            )
-            for scan in (exclusive_scan, common.scan_by_doubling)
-        )
-        h.assert_close(other[0], last[0], 1e-6)
-        h.assert_close(others[0], before[0], 1e-6)
 
 
 WINDOWS = {"favorplus": 4, "favorpp": h.LENGTH, "polysketch_learned": h.LENGTH}

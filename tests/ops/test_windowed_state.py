@@ -123,7 +123,9 @@ def test_token_by_token_is_the_parallel_pass(name, kind, sliding):
     feature_map, arrays, mask = setup(name, kind)
     start = empty(feature_map, sliding)
     output, state = steps(start, feature_map, arrays, mask, 0, sliding)
-    h.assert_close(output, parallel(feature_map, arrays, mask, sliding))
+    # Rows of a signed map are ill-conditioned.
+    rtol = 1e-4 if name == "signed" else 1e-5
+    h.assert_close(output, parallel(feature_map, arrays, mask, sliding), rtol)
     h.assert_same(state.position, h.LENGTH - mask.argmax(axis=1))
 
 

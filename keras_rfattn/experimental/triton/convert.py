@@ -37,4 +37,4 @@ def attention(features, value, key_mask, is_causal, options):
 def _common(key, num_kv_heads):
     """Returns the exponents that the features of a key share, `(B, S, K)`."""
     common = heads_first(key, num_kv_heads).settled().common
-    return merge_heads(common, num_kv_heads, key.num_tokens)[..., 0]
+    return merge_heads(common, num_kv_heads, key.x.shape[1])[..., 0]
