@@ -85,8 +85,17 @@ def add_into(a, b):
 
 
 def finite_tokens(x):
-    # The maximum propagates NaN, and takes fewer passes than a comparison of all.
-    return x.detach().abs().amax(-1, keepdim=True) < float("inf")
+    # This norm propagates NaN, and is a single pass.
+    norm = torch.linalg.vector_norm(x.detach(), float("inf"), -1, keepdim=True)
+    return norm < float("inf")
+
+
+def bounded(x, finite, limit):
+    if limit < float("inf"):
+        limit = min(limit, torch.finfo(x.dtype).max)
+        # Its gradient is one pass, that of `clamp` is five.
+        x = torch.nn.functional.hardtanh(x, -limit, limit)
+    return x.masked_fill(~finite, 0)
 
 
 def repeat_each(x, count, axis=0):

@@ -9,6 +9,8 @@ holds. `key_mask`, `(B, T)`, is true for visible keys, and `passed`, `(B, T)`, f
 tokens at the end that do not count at all, such as padding after a text.
 """
 
+from typing import Any, NamedTuple
+
 from keras import ops
 
 from keras_rfattn.backend import (
@@ -16,7 +18,6 @@ from keras_rfattn.backend import (
     elementwise_max,
     fits,
     representable,
-    take_along,
     take_tokens,
     where,
 )
@@ -26,15 +27,6 @@ from keras_rfattn.ops.masks import heads_mask, hide, needed
 from keras_rfattn.ops.state import Near, add_token, in_float32, ring_size, sum_tokens
 from keras_rfattn.ops.sums import Sums, combine, emptied, merge_sums, normalize, read
 from keras_rfattn.ops.windows import SinkTokens, in_windows
-
-
-def _seen(state, local):
-    """Returns which near slots the last token of each row sees, `(B, s + R)`."""
-    last = ops.expand_dims(state.position, 1) - 1
-    first = _first_near(last, local)
-    sinks = ops.expand_dims(ops.arange(local.sinks, dtype="int32"), 0) < first
-    ring = _positions(last, local) >= elementwise_max(first, 0)
-    return state.near.visible & ops.concatenate([sinks, ring], axis=1)
 
 
 def _first_near(last, local):
@@ -48,13 +40,52 @@ def _positions(last, local):
     return last - (last - ops.arange(size, dtype="int32")) % size
 
 
-def read_near(state, query_features, local, dtype="float32"):
+class Turn(NamedTuple):
+    """What one more token changes in a windowed state, equal in all layers."""
+
+    new: Any  # (B, 1), whether the token is visible
+    taken: Any  # (B, s + R), near slots that it takes
+    visible: Any  # (B, s + R), near slots that hold a visible token afterwards
+    seen: Any  # (B, s + R), near slots that it sees
+    slot: Any  # (B, 1), near slot of the token that enters `leaving`
+    leaves: Any  # (B, 1), whether there is such a token, and it is visible
+    begins: Any  # (B,), whether a window begins
+    position: Any  # (B,), the position afterwards
+
+
+def turn(state, local, key_mask=None, passed=None):
+    """Returns the `Turn` of one more token of each row."""
+    # The token takes the slot of the one that is R positions before it, and the token
+    # that has its place in the oldest near window enters `leaving`.
+    place, size = ops.expand_dims(state.position, 1), ring_size(local)
+    new = ops.ones_like(place, dtype="bool")
+    new = new if key_mask is None else ops.cast(key_mask, "bool")
+    # Windows count from a row's first visible token.
+    counts = new | (place > 0)
+    counts = counts if passed is None else counts & passed
+    sinks = ops.expand_dims(ops.arange(local.sinks, dtype="int32"), 0)
+    ring = ops.expand_dims(ops.arange(size, dtype="int32"), 0)
+    taken = ops.concatenate([sinks == place, ring == place % size], axis=1) & counts
+    visible = ops.where(taken, new, state.near.visible)
+    leaves = place - local.window * int(local.sliding)
+    slot = local.sinks + ops.where(leaves < 0, 0, leaves) % size
+    is_left = take_tokens(visible, slot) & counts & (leaves >= local.sinks)
+    begins = (counts & (place % local.window == 0))[:, 0]
+    position = state.position + ops.cast(counts[:, 0], "int32")
+    last = ops.expand_dims(position, 1) - 1
+    first = _first_near(last, local)
+    near = _positions(last, local) >= ops.maximum(first, 0)
+    seen = visible & ops.concatenate([sinks < first, near], axis=1)
+    return Turn(new, taken, visible, seen, slot, is_left, begins, position)
+
+
+def read_near(state, turn, query_features, local, dtype="float32"):
     """Returns attention `(B, 1, N, V)` of the last token to all tokens in a state."""
     num_kv_heads = state.far.maximum.shape[1]
     features = heads_first(query_features, num_kv_heads).compute()
     query = split_heads(local.query, num_kv_heads)
     near, value = state.near, representable(state.near.value)
-    visible = ops.expand_dims(_seen(state, local), (1, 2))
+    visible = ops.expand_dims(turn.seen, (1, 2))
     near = read_exactly(local.kernel, query, near.key, value, visible)
     output = combine(read(state.far, features, value.dtype), near)
     output = normalize(output, features)
@@ -62,49 +93,24 @@ def read_near(state, query_features, local, dtype="float32"):
     return ops.cast(output, dtype)
 
 
-def extend_near(state, feature_map, value, local, key_mask=None, passed=None):
+def extend_near(state, turn, feature_map, value, local):
     """Returns a windowed state with one token `(B, 1, K, ·)` added to each row."""
-    # The token takes the slot of the one that is R positions before it, and the token
-    # that has its place in the oldest near window enters `leaving`.
-    place = ops.expand_dims(state.position, 1)
-    new = ops.ones_like(place, dtype="bool")
-    new = new if key_mask is None else ops.cast(key_mask, "bool")
-    # Windows count from a row's first visible token.
-    counts = new | (place > 0)
-    counts = counts if passed is None else counts & passed
-    slots = ops.arange(ring_size(local), dtype="int32")
-    taken = ops.concatenate(
-        [ops.expand_dims(ops.arange(local.sinks, dtype="int32"), 0) == place,
-         ops.expand_dims(slots, 0) == place % ring_size(local)], axis=1,
-    ) & counts  # fmt: skip
-    kept = ops.expand_dims(taken, (1, 3))
-    num_kv_heads, near = value.shape[2], state.near
-    tokens = (
-        hide(split_heads(x, num_kv_heads), heads_mask(new)) for x in (local.key, value)
-    )
+    num_kv_heads, mask = value.shape[2], heads_mask(turn.new)
+    taken = ops.expand_dims(turn.taken, (1, 3))
+    tokens = (hide(split_heads(x, num_kv_heads), mask) for x in (local.key, value))
     key, value = (
-        ops.where(kept, ops.cast(x, old.dtype), old)
-        for x, old in zip(tokens, (near.key, near.value), strict=True)
+        ops.where(taken, ops.cast(x, old.dtype), old)
+        for x, old in zip(tokens, state.near[:2], strict=True)
     )
-    near = Near(key, value, ops.where(taken, new, near.visible))
-
-    leaves = place - local.window * int(local.sliding)
-    slot = local.sinks + ops.where(leaves < 0, 0, leaves) % ring_size(local)
+    near = Near(key, value, turn.visible)
     key, value = (
-        ops.transpose(
-            take_along(x, ops.expand_dims(slot, (1, 3)), axis=2), (0, 2, 1, 3)
-        )
-        for x in (near.key, near.value)
+        take_tokens(ops.transpose(x, (0, 2, 1, 3)), turn.slot) for x in (key, value)
     )
-    visible = take_along(near.visible, slot, axis=1)
-    visible = visible & counts & (leaves >= local.sinks)
-    begins = (counts & (place % local.window == 0))[:, 0]
     far, leaving, none = state.far, state.leaving, emptied(state.far)
-    far = merge_sums(far, _where(begins, leaving, none))
-    leaving = _where(begins, none, leaving)
-    leaving = add_token(leaving, feature_map.key_features(key), value, visible)
-    position = state.position + ops.cast(counts[:, 0], "int32")
-    return state._replace(far=far, position=position, leaving=leaving, near=near)
+    far = merge_sums(far, _where(turn.begins, leaving, none))
+    leaving = _where(turn.begins, none, leaving)
+    leaving = add_token(leaving, feature_map.key_features(key), value, turn.leaves)
+    return state._replace(far=far, position=turn.position, leaving=leaving, near=near)
 
 
 def _where(rows, a, b):
