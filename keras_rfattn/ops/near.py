@@ -44,12 +44,12 @@ class Turn(NamedTuple):
     """What one more token changes in a windowed state, equal in all layers."""
 
     new: Any  # (B, 1), whether the token is visible
-    taken: Any  # (B, s + R), near slots that it takes
+    taken: Any  # (B, 1, s + R, 1), near slots that it takes
     visible: Any  # (B, s + R), near slots that hold a visible token afterwards
-    seen: Any  # (B, s + R), near slots that it sees
+    seen: Any  # (B, 1, 1, s + R), near slots that it sees
     slot: Any  # (B, 1), near slot of the token that enters `leaving`
     leaves: Any  # (B, 1), whether there is such a token, and it is visible
-    begins: Any  # (B,), whether a window begins
+    begins: Any  # (B, 1, 1), whether a window begins
     position: Any  # (B,), the position afterwards
 
 
@@ -70,12 +70,13 @@ def turn(state, local, key_mask=None, passed=None):
     leaves = place - local.window * int(local.sliding)
     slot = local.sinks + ops.where(leaves < 0, 0, leaves) % size
     is_left = take_tokens(visible, slot) & counts & (leaves >= local.sinks)
-    begins = (counts & (place % local.window == 0))[:, 0]
+    begins = ops.expand_dims(counts & (place % local.window == 0), -1)
     position = state.position + ops.cast(counts[:, 0], "int32")
     last = ops.expand_dims(position, 1) - 1
     first = _first_near(last, local)
     near = _positions(last, local) >= ops.maximum(first, 0)
     seen = visible & ops.concatenate([sinks < first, near], axis=1)
+    taken, seen = ops.expand_dims(taken, (1, 3)), ops.expand_dims(seen, (1, 2))
     return Turn(new, taken, visible, seen, slot, is_left, begins, position)
 
 
@@ -85,8 +86,7 @@ def read_near(state, turn, query_features, local, dtype="float32"):
     features = heads_first(query_features, num_kv_heads).compute()
     query = split_heads(local.query, num_kv_heads)
     near, value = state.near, representable(state.near.value)
-    visible = ops.expand_dims(turn.seen, (1, 2))
-    near = read_exactly(local.kernel, query, near.key, value, visible)
+    near = read_exactly(local.kernel, query, near.key, value, turn.seen)
     output = combine(read(state.far, features, value.dtype), near)
     output = normalize(output, features)
     output = merge_heads(output, query_features.num_heads, ops.shape(local.query)[1])
@@ -96,10 +96,9 @@ def read_near(state, turn, query_features, local, dtype="float32"):
 def extend_near(state, turn, feature_map, value, local):
     """Returns a windowed state with one token `(B, 1, K, ·)` added to each row."""
     num_kv_heads, mask = value.shape[2], heads_mask(turn.new)
-    taken = ops.expand_dims(turn.taken, (1, 3))
     tokens = (hide(split_heads(x, num_kv_heads), mask) for x in (local.key, value))
     key, value = (
-        ops.where(taken, ops.cast(x, old.dtype), old)
+        ops.where(turn.taken, ops.cast(x, old.dtype), old)
         for x, old in zip(tokens, state.near[:2], strict=True)
     )
     near = Near(key, value, turn.visible)
@@ -114,12 +113,14 @@ def extend_near(state, turn, feature_map, value, local):
 
 
 def _where(rows, a, b):
-    """Returns the `Sums` a in some rows of the batch, and b in the others."""
-
-    def choose(x, y):
-        return ops.where(ops.reshape(rows, (-1, *(1,) * (len(x.shape) - 1))), x, y)
-
-    return Sums(*(choose(x, y) for x, y in zip(a, b, strict=True)))
+    """Returns the `Sums` a in some rows `(B, 1, 1)`, and b in the others."""
+    columns = ops.expand_dims(rows, -1)
+    return Sums(
+        ops.where(rows, a.maximum, b.maximum),
+        ops.where(columns, a.numerator, b.numerator),
+        ops.where(rows, a.normalizer, b.normalizer),
+        ops.where(rows, a.magnitude, b.magnitude),
+    )
 
 
 class Moved:
@@ -147,7 +148,7 @@ def chunk(
     """Returns the output of tokens after those of a state, and the next state."""
     moved = Moved(state, ops.shape(value)[:2], key_mask, passed)
     is_empty = is_empty or needed(state.position == 0) is None
-    laid = Laid(state, moved, value, local, is_empty)
+    laid = Laid(state, moved, value, local, is_empty, attends)
     is_far = laid.visible & (laid.token < laid.first) & (laid.token >= local.sinks)
     is_short = is_empty and fits(ops.shape(value)[1], local.window)
     output, far = None, state.far
@@ -182,7 +183,8 @@ def chunk(
 class Laid:
     """Near tokens of a state and new ones, laid out from the beginning of a window."""
 
-    def __init__(self, state, moved, value, local, is_empty):
+    # Without attention to an empty state, new tokens may stay where they are.
+    def __init__(self, state, moved, value, local, is_empty, attends):
         self.old, self.local, length = state.near, local, ops.shape(value)[1]
         size = ring_size(local)
         kept = 0 if is_empty else size
@@ -190,7 +192,8 @@ class Laid:
         self.before, self.last = before, ops.expand_dims(moved.position, 1) - 1
         # Positions: of the first token that is laid out, of all, and of the first one
         # in the near windows of the last token.
-        self.start = ops.zeros_like(before)
+        stay = is_empty and not attends
+        self.start = moved.added[:, :1] if stay else ops.zeros_like(before)
         if not is_empty:
             self.start = _first_near(elementwise_max(before - 1, 0), local)
         self.count = kept + length
@@ -203,6 +206,8 @@ class Laid:
         source = clip(source, 0, self.count - 1)
 
         def lay_out(old, new):
+            if stay:
+                return new
             if not is_empty:
                 new = ops.concatenate([ops.cast(old, new.dtype), new], axis=1)
             return take_tokens(new, source)
