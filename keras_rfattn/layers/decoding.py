@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import types
 
 from keras import ops
 
@@ -58,7 +59,7 @@ def onward(call, state=None, passed=None, turns=None):
         else:
             moves = (turns or {}).get(_windows(local))
             moves = turn(state, local, key_mask, passed) if moves is None else moves
-            state = extend_near(state, moves, OfScaled(bound), value, local)
+            state = extend_near(state, moves, of_scaled(bound), value, local)
             state = remembered(state, finite, key_mask)
             output = read_near(state, moves, features, local, value.dtype)
         return marked(output, finite), state
@@ -69,7 +70,7 @@ def onward(call, state=None, passed=None, turns=None):
             return_state=True,
         )  # fmt: skip
     else:
-        tokens = OfScaled(bound), value, local, key_mask, passed
+        tokens = of_scaled(bound), value, local, key_mask, passed
         output, state = chunk(state, *tokens, is_empty=is_empty)
     state = remembered(state, finite, key_mask)
     return marked(output, finite, call.mask), state
@@ -89,19 +90,12 @@ def _windows(local):
     return local.window, local.sliding, local.sinks
 
 
-class OfScaled:
-    """A bound map whose methods take tokens that `Local` has scaled."""
-
-    def __init__(self, bound):
-        self.bound = bound
-
-    def query_features(self, x):
-        """Computes the features of scaled queries."""
-        return self.bound.query_features(x / self.bound.side)
-
-    def key_features(self, x):
-        """Computes the features of scaled keys."""
-        return self.bound.key_features(x / self.bound.side)
+def of_scaled(bound):
+    """Returns the features of a bound map, of tokens that `Local` has scaled."""
+    return types.SimpleNamespace(
+        query_features=lambda x: bound.query_features(x / bound.side),
+        key_features=lambda x: bound.key_features(x / bound.side),
+    )
 
 
 def after_prompt(call, enters, passed):
@@ -112,7 +106,7 @@ def after_prompt(call, enters, passed):
     if local.window is None:
         state = extend_state(state, bound.key_features(key), call.value, enters)
     else:
-        tokens = OfScaled(bound), call.value, local, enters, passed
+        tokens = of_scaled(bound), call.value, local, enters, passed
         _, state = chunk(state, *tokens, is_empty=True, attends=False)
     return remembered(state, finite, enters)
 
