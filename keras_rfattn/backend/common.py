@@ -147,17 +147,11 @@ def last_apart(x, axis=-1):
     return x[..., :-1], x[..., -1]
 
 
-# Keras binds a program that PyTorch exports to the size of the batch.
-def take_along(x, index, axis):
-    """Gathers the entries `index` of x along an axis."""
-    return ops.take_along_axis(x, index, axis=axis)
-
-
 # PyTorch copies whole tokens, and TensorFlow allows a batch of unknown size.
 def take_tokens(x, index):
     """Gathers the tokens `index` `(B, L)` from x: `(B, T, ...)` to `(B, L, ...)`."""
     index = ops.reshape(index, (*ops.shape(index), *(1,) * (len(x.shape) - 2)))
-    return take_along(x, index, 1)
+    return ops.take_along_axis(x, index, axis=1)
 
 
 # PyTorch does not know the size of a slice of an array of unknown size.

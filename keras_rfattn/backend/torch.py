@@ -91,11 +91,9 @@ def finite_tokens(x):
 
 
 def bounded(x, finite, limit):
-    if limit < float("inf"):
-        limit = min(limit, torch.finfo(x.dtype).max)
-        # Its gradient is one pass, that of `clamp` is five.
-        x = torch.nn.functional.hardtanh(x, -limit, limit)
-    return x.masked_fill(~finite, 0)
+    limit = min(limit, torch.finfo(x.dtype).max)
+    # The gradient of this form of `clip` is one pass.
+    return torch.nn.functional.hardtanh(x, -limit, limit).masked_fill(~finite, 0)
 
 
 def repeat_each(x, count, axis=0):
@@ -107,12 +105,6 @@ def last_apart(x, axis=-1):
     # A split is one array in the gradient, where two slices would be two.
     rest, last = x.split([x.shape[axis] - 1, 1], axis)
     return rest, last.squeeze(axis)
-
-
-def take_along(x, index, axis):
-    # Keras' way binds an exported program to the size of the batch.
-    sizes = [-1 if i == axis else size for i, size in enumerate(x.shape)]
-    return x.gather(axis, index.expand(sizes).long())
 
 
 def take_tokens(x, index):

@@ -38,7 +38,7 @@ def judge(query, key, value):
     )
     query = bounded(query, finite.query, LARGEST)
     key = bounded(key, finite.key, LARGEST)
-    return query, key, bounded(value, finite.key, infinity), finite
+    return query, key, where(finite.key, value, 0), finite
 
 
 def marked(output, finite, mask=None):
