@@ -120,7 +120,7 @@ MUTANTS = {
     ),
     "a window that never joins the far ones": Mutant(
         "ops/near.py", "extend_near",
-        "merge_sums(far, _where(begins, leaving, none))", "far",
+        "merge_sums(far, _where(turn.begins, leaving, none))", "far",
         "ops/test_windowed_state.py::test_token_by_token_is_the_parallel_pass",
     ),
     "normalized tokens recorded before they are scaled": Mutant(
@@ -168,8 +168,9 @@ MUTANTS = {
         "layers/test_not_finite.py::test_gradients_know_too",
     ),
     "a state that forgets": Mutant(
-        "layers/not_finite.py", "remembered", "state.far.numerator + spoiled",
-        "state.far.numerator", "layers/test_not_finite.py::test_a_state_remembers",
+        "layers/not_finite.py", "remembered",
+        "numerator + ops.cast(mark, numerator.dtype)", "numerator",
+        "layers/test_not_finite.py::test_a_state_remembers",
     ),
     "padding of a packed text among its tokens": Mutant(
         "ops/packing.py", "by_text", "ops.logical_and(real, texts.unpack(x))",

@@ -82,6 +82,12 @@ def finite_tokens(x):
     return ops.all(x < float("inf"), axis=-1, keepdims=True)
 
 
+# JAX and PyTorch would compare all entries again for the gradient.
+def bounded(x, finite, limit):
+    """Returns tokens within ±`limit`, and 0 for those that are not `finite`."""
+    return where(finite, clip(x, -limit, limit), 0)
+
+
 # PyTorch copies whole tokens, and TensorFlow allows a batch of unknown size.
 def take_tokens(x, index):
     """Gathers the tokens `index` `(B, L)` from x: `(B, T, ...)` to `(B, L, ...)`."""

@@ -59,6 +59,26 @@ def finite_tokens(x):
     return jnp.matmul(jax.lax.stop_gradient(x), zeros) == 0
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def bounded(x, finite, limit):
+    return common.bounded(x, finite, limit)
+
+
+@bounded.defjvp
+def _bounded_jvp(limit, primals, tangents):
+    # No row that the loss reads sees a token that changes, or the loss is NaN.
+    return bounded(*primals, limit), tangents[0]
+
+
+def take_tokens(x, index):
+    # Keras' way computes which indices are in bounds.
+    def take(x, index):
+        at = x.at[index]
+        return at.get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+    return jax.vmap(take)(x, jnp.broadcast_to(index, (x.shape[0], index.shape[1])))
+
+
 def default_block_size():
     return common.BLOCK_SIZES.get(jax.default_backend(), common.DEFAULT_BLOCK_SIZE)
 

@@ -53,8 +53,15 @@ def where(condition, a, b):
 
 
 def finite_tokens(x):
-    # The maximum propagates NaN, and takes fewer passes than a comparison of all.
-    return x.detach().abs().amax(-1, keepdim=True) < float("inf")
+    # This norm propagates NaN, and is a single pass.
+    norm = torch.linalg.vector_norm(x.detach(), float("inf"), -1, keepdim=True)
+    return norm < float("inf")
+
+
+def bounded(x, finite, limit):
+    limit = min(limit, torch.finfo(x.dtype).max)
+    # The gradient of this form of `clip` is one pass.
+    return torch.nn.functional.hardtanh(x, -limit, limit).masked_fill(~finite, 0)
 
 
 def take_tokens(x, index):

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import types
 
 from keras import ops
 
@@ -16,7 +17,7 @@ from keras_rfattn.layers.replaced_call import replacing_call
 from keras_rfattn.layers.softmax_heads import joined, linear_heads, of_heads
 from keras_rfattn.ops.causal import causal
 from keras_rfattn.ops.masks import AttentionMask
-from keras_rfattn.ops.near import chunk, extend_near, read_near
+from keras_rfattn.ops.near import chunk, extend_near, read_near, turn
 from keras_rfattn.ops.sink_logits import append_ones, append_sinks
 from keras_rfattn.ops.state import (
     Exact,
@@ -34,8 +35,9 @@ ROTARY = ("rotary_embedding_layer", "rotary_embedding", "rope_layer")
 CACHES = ("cache", "self_attention_cache")
 
 
-def onward(call, state=None, passed=None):
+def onward(call, state=None, passed=None, turns=None):
     """Returns the output `(B, T, N, V)` of T new tokens, and the state after them."""
+    # `turns` are those of `turns_of`; `None` to compute the layer's own.
     if call.feature_map.is_exact:
         name = type(call.feature_map).__name__
         raise ValueError(
@@ -48,25 +50,52 @@ def onward(call, state=None, passed=None):
     query, key, bound = call.prepared()
     value, key_mask = call.value, call.mask.key_mask
     local = call.local(query, key, bound)
+    if key.shape[1] == 1:
+        features = bound.query_features(query)
+        if local.window is None:
+            state = extend_state(state, bound.key_features(key), value, key_mask)
+            state = remembered(state, finite, key_mask)
+            output = read_state(state, features, value.dtype)
+        else:
+            moves = (turns or {}).get(_windows(local))
+            moves = turn(state, local, key_mask, passed) if moves is None else moves
+            state = extend_near(state, moves, of_scaled(bound), value, local)
+            state = remembered(state, finite, key_mask)
+            output = read_near(state, moves, features, local, value.dtype)
+        return marked(output, finite), state
     if local.window is None:
         features = bound.query_features(query), bound.key_features(key)
-        if key.shape[1] == 1:
-            state = extend_state(state, features[1], value, key_mask)
-            output = read_state(state, features[0], value.dtype)
-        else:
-            output, state = causal(
-                *features, value, key_mask, call.options.block_size, state=state,
-                return_state=True,
-            )  # fmt: skip
-    elif key.shape[1] == 1:
-        tokens = call.feature_map, value, local, key_mask, passed
-        state = extend_near(state, *tokens)
-        output = read_near(state, bound.query_features(query), local, value.dtype)
+        output, state = causal(
+            *features, value, key_mask, call.options.block_size, state=state,
+            return_state=True,
+        )  # fmt: skip
     else:
-        tokens = call.feature_map, value, local, key_mask, passed
+        tokens = of_scaled(bound), value, local, key_mask, passed
         output, state = chunk(state, *tokens, is_empty=is_empty)
     state = remembered(state, finite, key_mask)
     return marked(output, finite, call.mask), state
+
+
+def turns_of(states, visible, passed):
+    """Returns the `Turn` for each kind of window of `(layer, state)` pairs."""
+    turns = {}
+    for layer, state in states:
+        windows = _windows(layer.options)
+        if windows not in turns and getattr(state, "near", ()):
+            turns[windows] = turn(state, layer.options, visible, passed)
+    return turns
+
+
+def _windows(local):
+    return local.window, local.sliding, local.sinks
+
+
+def of_scaled(bound):
+    """Returns the features of a bound map, of tokens that `Local` has scaled."""
+    return types.SimpleNamespace(
+        query_features=lambda x: bound.query_features(x / bound.side),
+        key_features=lambda x: bound.key_features(x / bound.side),
+    )
 
 
 def after_prompt(call, enters, passed):
@@ -77,7 +106,7 @@ def after_prompt(call, enters, passed):
     if local.window is None:
         state = extend_state(state, bound.key_features(key), call.value, enters)
     else:
-        tokens = call.feature_map, call.value, local, enters, passed
+        tokens = of_scaled(bound), call.value, local, enters, passed
         _, state = chunk(state, *tokens, is_empty=True, attends=False)
     return remembered(state, finite, enters)
 
@@ -136,13 +165,16 @@ class Decoder(Interceptor):
 
     answers_all_heads = True
 
-    def __init__(self, state, visible, passed, start, enters=None, is_prefix=False):
+    def __init__(
+        self, state, visible, passed, start, enters=None, is_prefix=False, turns=None
+    ):
         self.state = state  # `None` before any token
         self.visible = visible  # (B, T), new tokens that others see
         self.passed = passed  # (B, T), tokens that windows count; `None` for all
         self.start = start  # position of the first new token, for rotary embeddings
         self.enters = enters  # (B, T), tokens that enter the state; `None`: the visible
         self.is_prefix = is_prefix  # whether the new tokens all see each other
+        self.turns = turns  # of `turns_of`, for a single new token
 
     def around(self, layer, function, args, kwargs):
         """Calls the layer without the cache that the enclosing block passes."""
@@ -186,7 +218,7 @@ class Decoder(Interceptor):
             output = call.linear()
             self.state = after_prompt(call, self.enters, self.passed)
         else:
-            output, self.state = onward(call, self.state, self.passed)
+            output, self.state = onward(call, self.state, self.passed, self.turns)
         return output
 
 
@@ -215,16 +247,13 @@ def looked_up(call, state=None):
     """Returns attention `(B, T, N, V)` to the tokens of a `State`, and the state."""
     call, finite = call.with_finite_tokens()
     query, key, bound = call.prepared()
-    if state is not None and finite is not None:
-        # The keys of this call are not read.
-        finite = finite._replace(key=ops.ones_like(finite.key))
     if state is None:
         features = bound.key_features(key)
         state = extend_state(_empty_of(call), features, call.value, call.mask.key_mask)
         state = remembered(state, finite, call.mask.key_mask)
     features = bound.query_features(query)
     output = read_state(state, features, call.value.dtype)
-    return marked(output, finite, AttentionMask(call.mask.key_mask)), state
+    return marked(output, finite), state
 
 
 def without_cache(kwargs):

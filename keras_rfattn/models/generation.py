@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from keras import ops
 
 import keras_rfattn.models.survey as survey
+from keras_rfattn.backend import fits
 from keras_rfattn.layers.call_context import PerObject
-from keras_rfattn.layers.decoding import Decoder
+from keras_rfattn.layers.decoding import Decoder, turns_of
 from keras_rfattn.models.carried import carried, empty_layers, kept
 from keras_rfattn.ops.state import State
 
@@ -134,6 +135,10 @@ def decoding(known, cache, length, start):
     if known.hidden is not None:
         visible = passed & ~known.padding(positions, ops.shape(passed)[0])
     decoder = partial(Decoder, visible=visible, start=start)
+    if fits(length, 1):
+        sites = {f"{x.index}": x.layer for x in known.sites if x.is_linear}
+        pairs = [(sites[i], x) for i, x in cache.layers.items() if i in sites]
+        decoder = partial(decoder, turns=turns_of(pairs, visible, passed))
     is_prompt = not any(isinstance(x, State) for x in cache.layers.values())
     if known.end is not None and is_prompt:
         # Tokens from `end` on pass again, one by one, while rows with shorter prompts

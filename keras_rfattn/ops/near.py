@@ -9,6 +9,8 @@ holds. `key_mask`, `(B, T)`, is true for visible keys, and `passed`, `(B, T)`, f
 tokens at the end that do not count at all, such as padding after a text.
 """
 
+from typing import Any, NamedTuple
+
 from keras import ops
 
 from keras_rfattn.backend import clip, fits, representable, take_tokens, where
@@ -18,15 +20,6 @@ from keras_rfattn.ops.masks import heads_mask, hide, needed
 from keras_rfattn.ops.state import Near, add_token, in_float32, ring_size, sum_tokens
 from keras_rfattn.ops.sums import Sums, combine, emptied, merge_sums, normalize, read
 from keras_rfattn.ops.windows import SinkTokens, in_windows
-
-
-def _seen(state, local):
-    """Returns which near slots the last token of each row sees, `(B, s + R)`."""
-    last = ops.expand_dims(state.position, 1) - 1
-    first = _first_near(last, local)
-    sinks = ops.expand_dims(ops.arange(local.sinks, dtype="int32"), 0) < first
-    ring = _positions(last, local) >= clip(first, low=0)
-    return state.near.visible & ops.concatenate([sinks, ring], axis=1)
 
 
 def _first_near(last, local):
@@ -40,70 +33,87 @@ def _positions(last, local):
     return last - (last - ops.arange(size, dtype="int32")) % size
 
 
-def read_near(state, query_features, local, dtype="float32"):
+class Turn(NamedTuple):
+    """What one more token changes in a windowed state, equal in all layers."""
+
+    new: Any  # (B, 1), whether the token is visible
+    taken: Any  # (B, 1, s + R, 1), near slots that it takes
+    visible: Any  # (B, s + R), near slots that hold a visible token afterwards
+    seen: Any  # (B, 1, 1, s + R), near slots that it sees
+    slot: Any  # (B, 1), near slot of the token that enters `leaving`
+    leaves: Any  # (B, 1), whether there is such a token, and it is visible
+    begins: Any  # (B, 1, 1), whether a window begins
+    position: Any  # (B,), the position afterwards
+
+
+def turn(state, local, key_mask=None, passed=None):
+    """Returns the `Turn` of one more token of each row."""
+    # The token takes the slot of the one that is R positions before it, and the token
+    # that has its place in the oldest near window enters `leaving`.
+    place, size = ops.expand_dims(state.position, 1), ring_size(local)
+    new = ops.ones_like(place, dtype="bool")
+    new = new if key_mask is None else ops.cast(key_mask, "bool")
+    # Windows count from a row's first visible token.
+    counts = new | (place > 0)
+    counts = counts if passed is None else counts & passed
+    sinks = ops.expand_dims(ops.arange(local.sinks, dtype="int32"), 0)
+    ring = ops.expand_dims(ops.arange(size, dtype="int32"), 0)
+    taken = ops.concatenate([sinks == place, ring == place % size], axis=1) & counts
+    visible = ops.where(taken, new, state.near.visible)
+    leaves = place - local.window * int(local.sliding)
+    slot = local.sinks + ops.where(leaves < 0, 0, leaves) % size
+    is_left = take_tokens(visible, slot) & counts & (leaves >= local.sinks)
+    begins = ops.expand_dims(counts & (place % local.window == 0), -1)
+    position = state.position + ops.cast(counts[:, 0], "int32")
+    last = ops.expand_dims(position, 1) - 1
+    first = _first_near(last, local)
+    near = _positions(last, local) >= ops.maximum(first, 0)
+    seen = visible & ops.concatenate([sinks < first, near], axis=1)
+    taken, seen = ops.expand_dims(taken, (1, 3)), ops.expand_dims(seen, (1, 2))
+    return Turn(new, taken, visible, seen, slot, is_left, begins, position)
+
+
+def read_near(state, turn, query_features, local, dtype="float32"):
     """Returns attention `(B, 1, N, V)` of the last token to all tokens in a state."""
     num_kv_heads = state.far.maximum.shape[1]
     features = heads_first(query_features, num_kv_heads)
     query = split_heads(local.query, num_kv_heads)
     near, value = state.near, representable(state.near.value)
-    visible = ops.expand_dims(_seen(state, local), (1, 2))
-    near = read_exactly(local.kernel, query, near.key, value, visible)
+    near = read_exactly(local.kernel, query, near.key, value, turn.seen)
     output = combine(read(state.far, features, value.dtype), near)
     output = normalize(output, features)
     output = merge_heads(output, query_features.num_heads, ops.shape(local.query)[1])
     return ops.cast(output, dtype)
 
 
-def extend_near(state, feature_map, value, local, key_mask=None, passed=None):
+def extend_near(state, turn, feature_map, value, local):
     """Returns a windowed state with one token `(B, 1, K, ·)` added to each row."""
-    # The token takes the slot of the one that is R positions before it, and the token
-    # that has its place in the oldest near window enters `leaving`.
-    place = ops.expand_dims(state.position, 1)
-    new = ops.ones_like(place, dtype="bool")
-    new = new if key_mask is None else ops.cast(key_mask, "bool")
-    # Windows count from a row's first visible token.
-    counts = new | (place > 0)
-    counts = counts if passed is None else counts & passed
-    slots = ops.arange(ring_size(local), dtype="int32")
-    taken = ops.concatenate(
-        [ops.expand_dims(ops.arange(local.sinks, dtype="int32"), 0) == place,
-         ops.expand_dims(slots, 0) == place % ring_size(local)], axis=1,
-    ) & counts  # fmt: skip
-    kept = ops.expand_dims(taken, (1, 3))
-    num_kv_heads, near = value.shape[2], state.near
-    tokens = (
-        hide(split_heads(x, num_kv_heads), heads_mask(new)) for x in (local.key, value)
-    )
+    num_kv_heads, mask = value.shape[2], heads_mask(turn.new)
+    tokens = (hide(split_heads(x, num_kv_heads), mask) for x in (local.key, value))
     key, value = (
-        ops.where(kept, ops.cast(x, old.dtype), old)
-        for x, old in zip(tokens, (near.key, near.value), strict=True)
+        ops.where(turn.taken, ops.cast(x, old.dtype), old)
+        for x, old in zip(tokens, state.near[:2], strict=True)
     )
-    near = Near(key, value, ops.where(taken, new, near.visible))
-
-    leaves = place - local.window * int(local.sliding)
-    slot = local.sinks + ops.where(leaves < 0, 0, leaves) % ring_size(local)
+    near = Near(key, value, turn.visible)
     key, value = (
-        take_tokens(ops.transpose(x, (0, 2, 1, 3)), slot)
-        for x in (near.key, near.value)
+        take_tokens(ops.transpose(x, (0, 2, 1, 3)), turn.slot) for x in (key, value)
     )
-    visible = take_tokens(near.visible, slot)
-    visible = visible & counts & (leaves >= local.sinks)
-    begins = (counts & (place % local.window == 0))[:, 0]
     far, leaving, none = state.far, state.leaving, emptied(state.far)
-    far = merge_sums(far, _where(begins, leaving, none))
-    leaving = _where(begins, none, leaving)
-    leaving = add_token(leaving, feature_map.key_features(key), value, visible)
-    position = state.position + ops.cast(counts[:, 0], "int32")
-    return state._replace(far=far, position=position, leaving=leaving, near=near)
+    far = merge_sums(far, _where(turn.begins, leaving, none))
+    leaving = _where(turn.begins, none, leaving)
+    leaving = add_token(leaving, feature_map.key_features(key), value, turn.leaves)
+    return state._replace(far=far, position=turn.position, leaving=leaving, near=near)
 
 
 def _where(rows, a, b):
-    """Returns the `Sums` a in some rows of the batch, and b in the others."""
-
-    def choose(x, y):
-        return ops.where(ops.reshape(rows, (-1, *(1,) * (len(x.shape) - 1))), x, y)
-
-    return Sums(*(choose(x, y) for x, y in zip(a, b, strict=True)))
+    """Returns the `Sums` a in some rows `(B, 1, 1)`, and b in the others."""
+    columns = ops.expand_dims(rows, -1)
+    return Sums(
+        ops.where(rows, a.maximum, b.maximum),
+        ops.where(columns, a.numerator, b.numerator),
+        ops.where(rows, a.normalizer, b.normalizer),
+        ops.where(rows, a.magnitude, b.magnitude),
+    )
 
 
 class Moved:
@@ -131,7 +141,7 @@ def chunk(
     """Returns the output of tokens after those of a state, and the next state."""
     moved = Moved(state, ops.shape(value)[:2], key_mask, passed)
     is_empty = is_empty or needed(state.position == 0) is None
-    laid = Laid(state, moved, value, local, is_empty)
+    laid = Laid(state, moved, value, local, is_empty, attends)
     is_far = laid.visible & (laid.token < laid.first) & (laid.token >= local.sinks)
     is_short = is_empty and fits(ops.shape(value)[1], local.window)
     output, far = None, state.far
@@ -166,7 +176,8 @@ def chunk(
 class Laid:
     """Near tokens of a state and new ones, laid out from the beginning of a window."""
 
-    def __init__(self, state, moved, value, local, is_empty):
+    # Without attention to an empty state, new tokens may stay where they are.
+    def __init__(self, state, moved, value, local, is_empty, attends):
         self.old, self.local, length = state.near, local, ops.shape(value)[1]
         size = ring_size(local)
         kept = 0 if is_empty else size
@@ -174,7 +185,8 @@ class Laid:
         self.before, self.last = before, ops.expand_dims(moved.position, 1) - 1
         # Positions: of the first token that is laid out, of all, and of the first one
         # in the near windows of the last token.
-        self.start = ops.zeros_like(before)
+        stay = is_empty and not attends
+        self.start = moved.added[:, :1] if stay else ops.zeros_like(before)
         if not is_empty:
             self.start = _first_near(clip(before - 1, low=0), local)
         self.count = kept + length
@@ -187,6 +199,8 @@ class Laid:
         source = clip(source, 0, self.count - 1)
 
         def lay_out(old, new):
+            if stay:
+                return new
             if not is_empty:
                 new = ops.concatenate([ops.cast(old, new.dtype), new], axis=1)
             return take_tokens(new, source)

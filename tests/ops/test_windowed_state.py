@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from keras_rfattn.ops.near import chunk, extend_near, read_near
+from keras_rfattn.ops.near import chunk, extend_near, read_near, turn
 from keras_rfattn.ops.state import Near, init_state
 from keras_rfattn.ops.windows import Local, local_attention
 from tests import helpers as h
@@ -77,8 +77,9 @@ def steps(state, feature_map, arrays, mask, start, sliding):
 
     def step(state, features, value, query, key, seen):
         local = local_of(feature_map, query, key, sliding)
-        state = extend_near(state, feature_map, value, local, seen)
-        return read_near(state, features, local), state
+        moves = turn(state, local, seen)
+        state = extend_near(state, moves, feature_map, value, local)
+        return read_near(state, moves, features, local), state
 
     call, outputs = h.compiled(step), []
     for t in range(start, mask.shape[1]):
