@@ -124,7 +124,8 @@ RUNS = {
         r"{'mechanism': 'local', [^\n]*'accuracy': \d[^\n]*\n",
     ),
     "uptrain_decoder": (
-        "--data-dir data --smoke --gguf tiny.gguf --save maps --tests positions passkey",
+        "--data-dir data --smoke --gguf tiny.gguf --save maps "
+        "--tests positions passkey",
         r"key/value heads stay softmax.*'test': 'perplexity', 'share': 0.34, [^\n]*\n"
         r"{'test': 'passkey', [^\n]*'bytes': \d[^\n]*'accuracy': \d[^\n]*\n",
     ),
