@@ -25,7 +25,7 @@ from keras_rfattn.models import (
 )
 from keras_rfattn.models.import_hook import register
 from keras_rfattn.models.import_hook import watch as _watch
-from keras_rfattn.uptraining import calibrate, uptrain
+from keras_rfattn.uptraining import calibrate, select_heads, uptrain
 
 __version__ = "0.1.0"
 
@@ -47,6 +47,7 @@ __all__ = [
     "replace_attention",
     "restore_attention",
     "save_maps",
+    "select_heads",
     "uptrain",
 ]
 

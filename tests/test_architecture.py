@@ -55,6 +55,24 @@ GROUND = "arguments"
 # The most lines that each part may have. A commit that needs more raises its bar here,
 # and says which row of a results page pays for it.
 LINES = {
+    "core": 14_960,
+    "backend": 870,
+    "ops": 2_820,
+    "feature_maps": 1_690,
+    "models": 3_330,
+    "uptraining": 1_930,
+    "maps": 540,
+    "papers": {
+        "backend", "layers", "feature_maps", "projections", "ops", "kernels",
+        "uptraining",
+    },
+    "experimental": {"backend", "models", "layers", "feature_maps", "fused", "ops"},
+}  # fmt: skip
+# A file that imports nothing of the package, which every folder may import.
+GROUND = "arguments"
+# The most lines that each part may have. A commit that needs more raises its bar here,
+# and says which row of a results page pays for it.
+LINES = {
     "core": 14_500,
     "backend": 900,
     "ops": 2_800,

@@ -64,7 +64,7 @@ TAKE_A_MODEL = {
     "extend_positions": lambda x: keras_rfattn.extend_positions(x, 8),
     "approximation_report": lambda x: diagnostics.approximation_report(x, [X]),
     "attribute": lambda x: diagnostics.attribute(x, X, lambda m, d: 1.0),
-    "sensitivity": lambda x: diagnostics.sensitivity(x, X, lambda m, d: 1.0),
+    "select_heads": lambda x: keras_rfattn.select_heads(x, X),
     "prefill": lambda x: generation.prefill(x, IDS),
     "step": lambda x: generation.step(x, IDS, None),
     "load": lambda x: generation.load("nowhere.npz", x),
@@ -290,10 +290,13 @@ def test_meshes():
         refused(partial(distribution.distribute, model, wrong), "`layouts` must be")
 
 
-def test_sensitivity():
+def test_metrics():
     model = linear_model()
     for metric in (None, "accuracy", lambda m, d: "x", lambda m, d: np.ones(3)):
         refused(partial(diagnostics.attribute, model, X, metric), "`metric` must")
-    found = diagnostics.sensitivity(model, X, lambda m, d: 1.0, heads=True)
-    for count in (0, -1, "1", 2.5, None, 99, True):
-        refused(partial(found.softmax_heads, count), "`count` must be")
+
+
+def test_heads():
+    select = partial(keras_rfattn.select_heads, linear_model(), X)
+    for share in (0, -1, "1", 1.0, None, True):
+        refused(partial(select, share), "`share` must be")

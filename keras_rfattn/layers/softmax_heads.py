@@ -2,7 +2,7 @@
 
 A few heads retrieve a single token from elsewhere in the text, which random features of
 any useful width blur. Most heads do not. "DuoAttention" (Xiao et al., 2024) keeps full
-attention in such "retrieval heads". `diagnostics.sensitivity` finds them. They are
+attention in such "retrieval heads". `select_heads` finds them. They are
 key/value heads, because keys and values are what a cache holds for them.
 """
 

@@ -25,8 +25,8 @@ def carried(task, known, cache, decoder):
                 if layer.recorder is not None:
                     raise ValueError(
                         "`metric` must not generate tokens. Generation always uses the "
-                        "features, whose outputs `attribute` and `sensitivity` replace "
-                        f"(at {site.path!r}). Use a metric that calls, predicts or "
+                        "features, whose outputs `attribute` replaces (at "
+                        f"{site.path!r}). Use a metric that calls, predicts or "
                         "evaluates, such as the loss of given tokens."
                     )
                 part = decoder(state)

@@ -1,12 +1,14 @@
 """Selects attention layers by their paths, and assigns maps and options to them.
 
-All arguments that name layers use this file: `include`, `exclude` and `Plan`.
+All arguments that name layers use this file: `include`, `exclude`, `Plan`, and dicts of
+`softmax_heads`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
 from keras_rfattn.feature_maps import DEFAULT, resolve
+from keras_rfattn.layers.softmax_heads import check_softmax_heads
 from keras_rfattn.ops.options import Options
 
 
@@ -78,6 +80,26 @@ def assign(feature_map, options, sites):
             f"keeps every layer softmax, {feature_map}."
         )
     return changes
+
+
+def by_heads(argument, heads, sites):
+    """Returns the sites of which all heads stay softmax, and pairs of site, `Options`.
+
+    Heads that are softmax already stay so.
+    """
+    whole, partial = [], []
+    found = lookup(argument, heads, sites)
+    for site in [x for x in sites if x.index in found]:
+        options = site.layer.options if site.is_linear else Options()
+        named = Options(softmax_heads=found[site.index][0]).softmax_heads
+        kept = tuple(sorted({*named, *options.softmax_heads}))
+        count, _ = site.linear_class._kv_shape(site.layer)
+        if kept == tuple(range(count)):
+            whole.append(site)
+        else:
+            check_softmax_heads(kept, count, site.path)
+            partial.append((site, replace(options, softmax_heads=kept)))
+    return whole, partial
 
 
 def _pair(value):

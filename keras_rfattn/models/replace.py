@@ -4,6 +4,8 @@ All checks run, and all new weights are built, before the first layer changes. `
 changes a single layer; `saving` changes the containers that hold it.
 """
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -17,7 +19,7 @@ from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.linear_attention import LinearAttention
 from keras_rfattn.layers.self_attention import kinds_in_graph
 from keras_rfattn.layers.softmax_heads import check_softmax_heads
-from keras_rfattn.models.matching import assign, select
+from keras_rfattn.models.matching import assign, by_heads, select
 from keras_rfattn.models.report import local_note
 from keras_rfattn.models.survey import survey
 from keras_rfattn.ops.options import Options
@@ -59,7 +61,9 @@ def replace_attention(
         drop_soft_cap: Whether to replace layers with a soft cap on their logits (Gemma
             2), which linear attention ignores.
         **options: The options of `keras_rfattn.ops.Options`, such as `window`, for all
-            layers to which a plan gives no others.
+            layers to which a plan gives no others. `softmax_heads` may also be what
+            `keras_rfattn.select_heads` returned, or a dict from paths or patterns of
+            layers to heads; a layer keeps its softmax if all its heads do.
 
     Returns:
         The model.
@@ -80,11 +84,23 @@ def replace_attention(
     """
     check_model(model)
     check_seed(seed)
+    heads = {}
+    if isinstance(options.get("softmax_heads"), Mapping):
+        heads = options.pop("softmax_heads")
     options = Options.of_call(replace_attention, options)
     check_flag("drop_sliding_window", drop_sliding_window)
     check_flag("drop_soft_cap", drop_soft_cap)
     sites = survey(model, drop_sliding_window, drop_soft_cap)
     selected = _replaceable(model, sites, include, exclude)
+    whole, partial = by_heads("softmax_heads", heads, selected)
+    if len(whole) == len(selected):
+        raise ValueError(
+            "`softmax_heads` must leave at least one linear head. Received: all heads "
+            f"of every selected layer, softmax_heads={heads}."
+        )
+    softmax_heads = {site.index: x.softmax_heads for site, x in partial}
+    whole = {site.index for site in whole}
+    selected = [site for site in selected if site.index not in whole]
     changes = []
     for group, identifier, choice in assign(feature_map, options, selected):
         template = feature_maps.resolve(identifier, num_features, seed)
@@ -92,24 +108,26 @@ def replace_attention(
         base_seed = template.seed if seed is None else seed
         for site in group:
             own = template.reseeded(derive_seed(base_seed, site.index))
-            changes.append((site, own, choice))
+            kept = softmax_heads.get(site.index, choice.softmax_heads)
+            changes.append((site, own, dataclasses.replace(choice, softmax_heads=kept)))
     saving.commit(sites, changes)
     return model
 
 
 def restore_attention(
-    model: keras.layers.Layer, *, include: str | list | None = None
+    model: keras.layers.Layer, *, include: str | list | dict | None = None
 ) -> keras.layers.Layer:
-    """Restores the softmax attention of a model, or of some of its layers, in place.
+    """Restores the softmax attention of a model, or of parts of it, in place.
 
     All weights keep their values: they equal the checkpoint bit for bit, unless they
     were trained in the meantime (`trained` in the report of `uptrain` names these).
 
     Args:
         model: A model changed by `replace_attention`, or loaded from one.
-        include: Layers to restore, in the forms that `replace_attention` takes; for
-            example those that `diagnostics.Sensitivity.softmax_layers` selects. The
-            others keep their trained maps. `None` restores all layers.
+        include: Layers to restore, in the forms that `replace_attention` takes, or
+            heads: what `keras_rfattn.select_heads` returned, or a dict from paths or
+            patterns of layers to key/value heads. All others keep their trained maps.
+            `None` restores all layers.
 
     Returns:
         The model.
@@ -127,7 +145,10 @@ def restore_attention(
             "`model` must have linear attention. Received: "
             f"model={title(model)}. It holds:\n{_listing(sites)}"
         )
-    if include is not None:
+    partial = []
+    if isinstance(include, Mapping):
+        linear, partial = by_heads("include", include, linear)
+    elif include is not None:
         linear = select(sites, include, None)
         softmax = [site for site in linear if not site.is_linear]
         if softmax or not linear:
@@ -136,7 +157,7 @@ def restore_attention(
                 f"include={include!r:.80}, which selects no layer, or softmax at:\n"
                 f"{_listing(softmax)}"
             )
-    saving.revert(sites, linear)
+    saving.revert(sites, linear, partial)
     return model
 
 

@@ -253,12 +253,17 @@ def _make_linear(changes):
             site.layer.self_attention = site.self_attention
 
 
-def revert(sites, linear):
-    """Makes the layers of the sites in `linear` softmax again, as `commit` does."""
+def revert(sites, linear, partial=()):
+    """Makes layers softmax again, or some of their heads, as `commit` changes layers.
+
+    `linear` are sites, and `partial` pairs of a site and its new `Options`.
+    """
     training = [x.layer for x in linear if trains(x, x.layer.feature_map)]
     with following(layers_of(sites), training, sites[0].model) as around:
         for site in linear:
             swap.make_softmax(site.layer)
+        for site, options in partial:
+            site.layer.options = options
         for container in around:
             if isinstance(container, Carrier) and not linear_layers(container):
                 container.__class__ = type(container).original_class

@@ -44,9 +44,9 @@ class Options:
             `"triton"` for NVIDIA GPUs on PyTorch.
         softmax_heads: Indices of key/value heads, counted from 0, that stay softmax
             attention, as in the model, with all query heads that read them. They should
-            be heads that look up single tokens; `diagnostics.sensitivity(heads=True)`
-            finds them. They take time quadratic in the length, and a layer with any of
-            them keeps keys and values when it generates.
+            be heads that look up single tokens; `keras_rfattn.select_heads` finds them.
+            They take time quadratic in the length, and they alone keep the keys and
+            values of all tokens when the model generates.
         sinks: Number of first tokens of a row that every later query weighs exactly,
             beside the window. They are counted from the row's first visible token.
             Pretrained decoders often attend to the first tokens a lot, so 4 is a good

@@ -29,14 +29,19 @@ class Batches:
         self.seed, self.preprocessor = seed, preprocessor
         self.batches = enumerate(_batches_of(data, batch_size, seed))
         first = itertools.islice(self.batches, HEAD)
-        self.head = [self._prepared(batch) for _, batch in first]
+        self.first = [self._prepared(batch) for _, batch in first]
+        self.head = [batch["x"] for batch in self.first]
         if not self.head:
             raise ValueError("`data` must hold at least one batch. Received: none.")
 
     def __call__(self, step):
         """Returns the inputs of a step as NumPy arrays; after the head, in order."""
-        if step < len(self.head):
-            return self.head[step]
+        return self.weighted(step)["x"]
+
+    def weighted(self, step):
+        """Returns a dict with the inputs "x" of a step, and their "weight" if given."""
+        if step < len(self.first):
+            return self.first[step]
         for place, batch in self.batches:
             if place == step:
                 return self._prepared(batch)
@@ -50,14 +55,15 @@ class Batches:
 
     def with_noise(self, step, count):
         """Returns a dict with the inputs "x" of a step, and with "noise"."""
-        batch = self(step)
+        batch = self.weighted(step)
         seed = np.random.SeedSequence([self.seed, 1, step])
         generator = np.random.Generator(np.random.Philox(seed))
-        rows = len(keras.tree.flatten(batch)[0])
-        return {"x": batch, "noise": generator.random((rows, count), dtype="float32")}
+        rows = len(keras.tree.flatten(batch["x"])[0])
+        return {**batch, "noise": generator.random((rows, count), dtype="float32")}
 
-    def _prepared(self, batch):
-        """Returns the inputs of the model, from a batch of the data."""
+    def _prepared(self, weighted):
+        """Returns a batch of the data, in which "x" are inputs of the model."""
+        batch = weighted["x"]
         arrays = keras.tree.flatten(batch)
         are_texts = [is_text(x) for x in arrays]
         for x, x_is_text in zip(arrays, are_texts, strict=True):
@@ -75,15 +81,17 @@ class Batches:
             )
         are_images = [x.dtype == np.uint8 and x.ndim == 4 for x in arrays]
         if self.preprocessor is None or not any(are_texts + are_images):
-            return batch
+            return weighted
         # Without `y`, KerasHub takes a tuple to be inputs and labels.
         labels = {"y": None} if isinstance(batch, list) else {}
         batch = tuple(batch) if isinstance(batch, list) else batch
-        return trimmed(as_arrays(_inputs(self.preprocessor(batch, **labels))))
+        inputs = self.preprocessor(batch, **labels)
+        inputs = inputs[0] if isinstance(inputs, tuple) else inputs
+        return {**weighted, "x": trimmed(as_arrays(inputs))}
 
 
 def _batches_of(data, batch_size, seed):
-    """Returns an iterator over nested arrays: the batches of all epochs."""
+    """Returns an iterator over the batches of all epochs, as `_weighted` makes them."""
     is_known = hasattr(data, "__iter__") or callable(data)
     is_one = isinstance(data, (str, bytes)) or getattr(data, "shape", None) == ()
     is_empty = isinstance(data, (list, tuple, dict)) and not data
@@ -94,15 +102,18 @@ def _batches_of(data, batch_size, seed):
             "Put one text into a list, and pass the columns of a table as lists."
         )
     if isinstance(data, tuple) and not all(map(is_text, data)):
-        return _batches_of(data[0], batch_size, seed)
+        x, _, weight = keras.utils.unpack_x_y_sample_weight(data)
+        if weight is None:
+            return _batches_of(x, batch_size, seed)
+        return _of_rows(_weighted(data), batch_size, seed)
     if isinstance(data, keras.utils.PyDataset):
         count = data.num_batches
         order = itertools.count() if count is None else _order(count, seed)
-        return (as_arrays(_inputs(data[int(i)])) for i in order)
+        return (_weighted(data[int(i)]) for i in order)
     columns = data if isinstance(data, (list, tuple)) else [data]
     are_arrays = all(hasattr(x, "shape") and hasattr(x, "dtype") for x in columns)
     if isinstance(data, dict) or are_arrays or _holds_text(columns):
-        return _of_rows(as_arrays(data), batch_size, seed)
+        return _of_rows({"x": as_arrays(data)}, batch_size, seed)
     return _of_items(_items(data), batch_size)
 
 
@@ -143,7 +154,7 @@ def _order(count, seed, lengths=None, batch_size=None):
 
 
 def _items(data):
-    """Yields the inputs of an iterable, or of what a function makes, in each epoch."""
+    """Yields the items of an iterable, or of what a function makes, in each epoch."""
     is_exhausted = False
     while not is_exhausted:
         is_exhausted = True
@@ -152,7 +163,7 @@ def _items(data):
             is_list = is_torch_dataloader(data) and isinstance(item, list)
             # Loaders return inputs and labels as a list.
             item = tuple(item) if is_list and not _holds_text(item) else item
-            yield as_arrays(_inputs(item))
+            yield _weighted(item)
 
 
 def _of_items(items, batch_size):
@@ -164,9 +175,13 @@ def _of_items(items, batch_size):
         yield item
 
 
-def _inputs(item):
-    """Returns the inputs of a dataset's item, without labels and sample weights."""
-    return item[0] if isinstance(item, tuple) else item
+def _weighted(item):
+    """Returns a dict with "x", and "weight" if there is one, of inputs and labels."""
+    x, weight = item, None
+    if isinstance(item, tuple):
+        x, _, weight = keras.utils.unpack_x_y_sample_weight(item)
+    weighted = {"x": as_arrays(x)}
+    return weighted if weight is None else {**weighted, "weight": as_arrays(weight)}
 
 
 def _holds_text(items):

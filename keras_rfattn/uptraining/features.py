@@ -36,7 +36,7 @@ class FeaturesStage(StageModel):
         # The error if all attention outputs 0, to compare with.
         zeros = [(layer, Attention.zero) for layer in self.learning]
         with without_gradients():
-            error, _ = self.measured(self._compared(batch, zeros))
+            error, _ = self.measured(self.compared(batch, zeros))
         self.no_attention = float(ops.convert_to_numpy(error))
 
     def outputs(self, x):
@@ -67,15 +67,17 @@ class FeaturesStage(StageModel):
             for i, layer in enumerate(self.learning)
             if layer.options.window is not None and share
         ]
-        return self._compared(inputs["x"], recorders)
+        return self.compared(inputs, recorders)
 
-    def _compared(self, x, recorders):
+    def compared(self, inputs, recorders):
         """Returns what `call` returns, with recorders in the linear model."""
-        wanted = self.teacher(self.outputs, x)
+        wanted = self.teacher(self.outputs, inputs["x"])
         with recording(recorders):
-            given = self.outputs(x)
-        pairs = zip(wanted, given, strict=True)
-        return [(one, other, real) for (one, real), (other, _) in pairs]
+            given = self.outputs(inputs["x"])
+        weight, compared = inputs.get("weight"), []
+        for (one, real), (other, _) in zip(wanted, given, strict=True):
+            compared.append((one, other, real if weight is None else real * weight))
+        return compared
 
     def measured(self, compared):
         """Returns `(error, loss)`, each a mean over the compared outputs."""

@@ -119,8 +119,9 @@ def uptrain(
 
     Args:
         model: A model changed by `replace_attention`.
-        data: Anything `keras.Model.fit` takes; labels are ignored. It can be an array,
-            a dict of arrays, `(x, y)`, a `keras.utils.PyDataset`, a `tf.data.Dataset`,
+        data: Anything `keras.Model.fit` takes; labels are ignored, and sample weights
+            `(B, T)` weigh tokens in stage `"features"`. It can be an array, a dict of
+            arrays, `(x, y)`, a `keras.utils.PyDataset`, a `tf.data.Dataset`,
             a `DataLoader` of PyTorch, a generator or a function that makes one, a list
             of batches, or texts or images for the model's own preprocessor.
         steps: Number of training steps in total, divided equally among the stages that
@@ -231,7 +232,7 @@ def _run(model, layers, batches, settings, callbacks, backup, verbose):
             trainers["attention"] = AttentionStage(teacher, training["attention"])
         if "features" in training:
             stage = training["features"]
-            trainers["features"] = FeaturesStage(teacher, stage, batches(0))
+            trainers["features"] = FeaturesStage(teacher, stage, batches.weighted(0))
         if backup is not None:
             progress.load(backup, identity(model, layers, batches, settings))
         if progress.before is None:

@@ -1,113 +1,12 @@
-"""Texts that test what a decoder recalls, and its scores; not a recipe itself.
-
-A test hides a detail among sentences that fill a text to a number of tokens, and asks
-for it at the end. An example is `(prompt, answer)`, two arrays of tokens.
-"""
-
-import re
-import uuid
+"""Scores of what a decoder recalls, and of texts; not a recipe itself."""
 
 import numpy as np
 from keras import ops
 
 from keras_rfattn.backend import without_gradients
 
-NOISE = (
-    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and "
-    "back again."
-)
-PASSKEY_BEFORE = (
-    "There is an important info hidden inside a lot of irrelevant text. Find it and "
-    "memorize it. I will quiz you about the important information there.\n"
-)
-PASSKEY_AFTER = "\nWhat is the pass key? The pass key is"
-NEEDLE_BEFORE = (
-    "A special magic {value} is hidden within the following text. Make sure to "
-    "memorize it. I will quiz you about the {value} afterwards.\n"
-)
-NEEDLE_AFTER = (
-    "\nWhat is the special magic {value} for {key} mentioned in the provided text? "
-    "The special magic {value} for {key} mentioned in the provided text is"
-)
-# Keys of needles are an adjective and a noun.
-ADJECTIVES = (
-    "able big blue brave bright calm clean clever cold dark deep dry early fair fast "
-    "fine fresh full grand great happy kind late long loud new old proud quick quiet "
-    "round sharp short slow soft strong sweet tall warm wise"
-).split()
-NOUNS = (
-    "apple basket bird boat book bridge butter camera candle castle chair city cloud "
-    "coat door farm fish flower forest garden hammer horse house island king ladder "
-    "lake lamp letter market mirror mountain ocean paper pencil river school ship "
-    "table window"
-).split()
 # Tokens whose logits are computed at once, which limits memory.
 CHUNK = 512
-
-
-def passkey(encode, length, count, seed=0):
-    """Hides a pass key of five digits among repeated sentences.
-
-    Mohtashami and Jaggi, "Landmark Attention" (2023). `encode` turns a text into a list
-    of tokens. Prompt and answer have at most `length` tokens, and the keys of the
-    `count` examples stand at evenly spaced places.
-    """
-
-    def hide(generator):
-        key = generator.integers(10_000, 100_000)
-        hidden = f"The pass key is {key}. Remember it. {key} is the pass key."
-        return PASSKEY_BEFORE, hidden, PASSKEY_AFTER, f" {key}"
-
-    return _examples(hide, [NOISE], " ", encode, length, count, seed)
-
-
-def needle(encode, length, count, seed=0, kind=1, text=None):
-    """Hides one value, as `passkey` does: S-NIAH-1, 2 and 3 of RULER (2024).
-
-    `kind` is 1 for repeated sentences and a number of seven digits, 2 for the essay
-    `text`, which begins at a random sentence, and such a number, 3 for it and a UUID.
-    """
-    name = "uuid" if kind == 3 else "number"
-
-    def hide(generator):
-        key = f"{generator.choice(ADJECTIVES)}-{generator.choice(NOUNS)}"
-        value = generator.integers(10**6, 10**7)
-        if kind == 3:
-            value = uuid.UUID(bytes=generator.bytes(16), version=4)
-        hidden = f"One of the special magic {name}s for {key} is: {value}."
-        before = NEEDLE_BEFORE.format(value=name)
-        return before, hidden, NEEDLE_AFTER.format(value=name, key=key), f" {value}"
-
-    if kind == 1:
-        return _examples(hide, [NOISE], "\n", encode, length, count, seed)
-    parts = re.split(r"(?<=[.!?])\s+|\n+", text)
-    sentences = [part.strip() for part in parts if part.strip()]
-    return _examples(hide, sentences, " ", encode, length, count, seed)
-
-
-def _examples(hide, sentences, joint, encode, length, count, seed):
-    """Returns examples with as many sentences as fit, at least one."""
-    generator, examples = np.random.default_rng(seed), []
-    for depth in np.linspace(0, 1, count):
-        start = int(generator.integers(len(sentences)))
-        before, hidden, after, answer = hide(generator)
-
-        def prompt(size, start=start, depth=depth, parts=(before, hidden, after)):
-            haystack = [sentences[(start + i) % len(sentences)] for i in range(size)]
-            haystack.insert(round(depth * size), parts[1])
-            return parts[0] + joint.join(haystack) + parts[2]
-
-        size = 1
-        while len(encode(prompt(size + 1) + answer)) <= length:
-            size += 1
-        first, whole = encode(prompt(size)), encode(prompt(size) + answer)
-        if len(whole) > length or whole[: len(first)] != first:
-            raise ValueError(
-                f"`length` must be at least {len(whole)}, and `encode` must encode the "
-                f"beginning of a text as it encodes the text. Received: {length=}."
-            )
-        examples.append((np.array(first, "int32"), np.array(whole[len(first) :])))
-    return examples
 
 
 def evaluate(model, examples):

@@ -7,18 +7,19 @@ import keras_hub
 import numpy as np
 import pytest
 
+from keras_rfattn.uptraining.recall import needle, passkey
 from recipes.common import recall
 
 ESSAY = " ".join(f"Essay number {i} has a sentence of its own." for i in range(40))
 TESTS = {
-    "passkey": (recall.passkey, {}, r"The pass key is (\d{5})\. Remember"),
-    "needle 1": (recall.needle, {}, r"magic numbers for [a-z-]+ is: (\d{7})\."),
+    "passkey": (passkey, {}, r"The pass key is (\d{5})\. Remember"),
+    "needle 1": (needle, {}, r"magic numbers for [a-z-]+ is: (\d{7})\."),
     "needle 2": (
-        recall.needle, {"kind": 2, "text": ESSAY},
+        needle, {"kind": 2, "text": ESSAY},
         r"magic numbers for [a-z-]+ is: (\d{7})\.",
     ),
     "needle 3": (
-        recall.needle, {"kind": 3, "text": ESSAY},
+        needle, {"kind": 3, "text": ESSAY},
         r"magic uuids for [a-z-]+ is: ([0-9a-f-]{36})\.",
     ),
 }  # fmt: skip

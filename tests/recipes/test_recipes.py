@@ -124,10 +124,10 @@ RUNS = {
         r"{'mechanism': 'local', [^\n]*'accuracy': \d[^\n]*\n",
     ),
     "uptrain_decoder": (
-        "--data-dir data --smoke --gguf tiny.gguf --save maps --lengths 400 "
-        "--tests passkey continuations --kept 1",
-        r"'test': 'passkey', 'model': 'hybrid', [^\n]*'accuracy': \d[^\n]*\n"
-        r".*'test': 'continuations', [^\n]*'model': 'softmax', 'perplexity': [^\n]*\n",
+        "--data-dir data --smoke --gguf tiny.gguf --save maps "
+        "--tests positions passkey",
+        r"key/value heads stay softmax.*'test': 'perplexity', 'share': 0.34, [^\n]*\n"
+        r"{'test': 'passkey', [^\n]*'bytes': \d[^\n]*'accuracy': \d[^\n]*\n",
     ),
     "uptrain_dinov2": (
         "--smoke --controls --window 2",
