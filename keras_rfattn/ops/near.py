@@ -141,7 +141,7 @@ def chunk(
     """Returns the output of tokens after those of a state, and the next state."""
     moved = Moved(state, ops.shape(value)[:2], key_mask, passed)
     is_empty = is_empty or needed(state.position == 0) is None
-    laid = Laid(state, moved, value, local, is_empty, attends)
+    laid = Laid(state, moved, value, local, is_empty)
     is_far = laid.visible & (laid.token < laid.first) & (laid.token >= local.sinks)
     is_short = is_empty and fits(ops.shape(value)[1], local.window)
     output, far = None, state.far
@@ -176,8 +176,7 @@ def chunk(
 class Laid:
     """Near tokens of a state and new ones, laid out from the beginning of a window."""
 
-    # Without attention to an empty state, new tokens may stay where they are.
-    def __init__(self, state, moved, value, local, is_empty, attends):
+    def __init__(self, state, moved, value, local, is_empty):
         self.old, self.local, length = state.near, local, ops.shape(value)[1]
         size = ring_size(local)
         kept = 0 if is_empty else size
@@ -185,8 +184,7 @@ class Laid:
         self.before, self.last = before, ops.expand_dims(moved.position, 1) - 1
         # Positions: of the first token that is laid out, of all, and of the first one
         # in the near windows of the last token.
-        stay = is_empty and not attends
-        self.start = moved.added[:, :1] if stay else ops.zeros_like(before)
+        self.start = ops.zeros_like(before)
         if not is_empty:
             self.start = _first_near(clip(before - 1, low=0), local)
         self.count = kept + length
@@ -199,8 +197,6 @@ class Laid:
         source = clip(source, 0, self.count - 1)
 
         def lay_out(old, new):
-            if stay:
-                return new
             if not is_empty:
                 new = ops.concatenate([ops.cast(old, new.dtype), new], axis=1)
             return take_tokens(new, source)

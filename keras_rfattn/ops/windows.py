@@ -214,10 +214,7 @@ def from_first_visible(key_mask, causal=False):
     """Returns functions that rotate rows so that the first visible key comes first."""
     length, first = ops.shape(key_mask)[1], first_visible(key_mask)
     positions = ops.expand_dims(ops.arange(length, dtype="int32"), 0)
-    forward, back = positions + first, positions - first
-    # XLA computes a remainder again wherever tokens are moved.
-    forward = ops.where(forward < length, forward, forward - length)
-    back = ops.where(back < 0, back + length, back)
+    forward, back = (positions + first) % length, (positions - first) % length
 
     def turn_back(output):
         output = take_tokens(output, back)
