@@ -124,8 +124,8 @@ MUTANTS = {
         "ops/test_windowed_state.py::test_token_by_token_is_the_parallel_pass",
     ),
     "normalized tokens recorded before they are scaled": Mutant(
-        "layers/recording.py", "__call__", "(local.query, local.key)",
-        "call.prepared()[:2]",
+        "layers/recording.py", "__call__", "local.query, local.key, 1.0",
+        "*call.prepared()[:2], 1.0",
         "layers/test_temperature.py::test_what_is_recorded_is_what_features_are_of",
     ),
     "a reference that knows the future": Mutant(

@@ -112,7 +112,7 @@ WRONG = {
     "temperature": ["1", 0, -1, float("nan"), float("inf"), True],
     "implementation": [None, "cuda", 3],
     "softmax_heads": [
-        0, [5], "0", [-1], [0, 1], {"a": [0]}, None, [[0]],
+        0, [5], "0", [-1], [0, 1], {"a": [5]}, None, [[0]],
     ],
     "drop_sliding_window": ["yes", 3, None],
     "drop_soft_cap": ["yes", 3, None],

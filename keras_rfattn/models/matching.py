@@ -83,10 +83,8 @@ def assign(feature_map, options, sites):
 
 
 def by_heads(argument, heads, sites):
-    """Returns the sites of which all heads stay softmax, and pairs of site, `Options`.
-
-    Heads that are softmax already stay so.
-    """
+    """Returns sites of which all heads stay softmax, and pairs of site and options."""
+    # Heads that are softmax already stay so.
     whole, partial = [], []
     found = lookup(argument, heads, sites)
     for site in [x for x in sites if x.index in found]:

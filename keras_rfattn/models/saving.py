@@ -254,10 +254,7 @@ def _make_linear(changes):
 
 
 def revert(sites, linear, partial=()):
-    """Makes layers softmax again, or some of their heads, as `commit` changes layers.
-
-    `linear` are sites, and `partial` pairs of a site and its new `Options`.
-    """
+    """Makes sites softmax again, and gives others new options: pairs in `partial`."""
     training = [x.layer for x in linear if trains(x, x.layer.feature_map)]
     with following(layers_of(sites), training, sites[0].model) as around:
         for site in linear:

@@ -47,15 +47,15 @@ def select_heads(
     steps: int = 4,
     batch_size: int = 1,
     others: str = "linear",
-    objective: str = "auto",
     seed: int = 0,
     verbose: int | str = "auto",
 ) -> HeadSelection:
     """Selects the key/value heads of a linear model that should stay softmax.
 
-    It compares the model with its softmax checkpoint while all key/value heads pass
-    from one to the other, and scores how much each head contributes. The model is
-    unchanged: pass the selection to `restore_attention` or `replace_attention`.
+    It compares the model with its softmax checkpoint (logits of language models, last
+    hidden states of others) while all key/value heads pass from one to the other, and
+    scores how much each head contributes. The model is unchanged: pass the selection to
+    `restore_attention` or `replace_attention`.
 
     Args:
         model: A model changed by `replace_attention` or `load_maps`, with the window,
@@ -72,8 +72,6 @@ def select_heads(
         batch_size: Number of rows per batch, as in `uptrain`.
         others: What all other heads compute: `"linear"`, what the layers compute now;
             `"window"`, their window and sinks alone; or `"zero"`.
-        objective: What is compared, as in `uptraining.Stage`: by default the logits of
-            language models, and the last hidden states of other models.
         seed: Non-negative integer that orders the data.
         verbose: 0, 1, 2 or `"auto"`, as in Keras.
 
@@ -108,7 +106,7 @@ def select_heads(
         kind: Batches(x, batch_size, seed, preprocessor) for kind, x in kinds.items()
     }
     layers = in_order(model, layers, batches["data"](0))
-    stage, teacher = Stage("features", objective=objective), Teacher(model, layers, [])
+    stage, teacher = Stage("features"), Teacher(model, layers, [])
     first = batches["data"].weighted(0)
     gated = GatedModel(teacher, stage, first, OTHERS[others])
     paths = {id(site.layer): site.path for site in survey(model)}

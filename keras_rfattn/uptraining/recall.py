@@ -1,7 +1,10 @@
 """Rows of tokens whose ends ask for a detail far before: `recall_rows`.
 
 A row hides a detail among sentences that fill a text to a number of tokens, and asks
-for it at the end. An example is `(prompt, answer)`, two arrays of tokens.
+for it at the end: a pass key ("Landmark Attention", Mohtashami and Jaggi, 2023) or a
+needle (RULER, Hsieh et al., 2024). An example is `(prompt, answer)`, two arrays of
+tokens with at most `length` together; the details of several examples stand at evenly
+spaced places.
 """
 
 import re
@@ -89,12 +92,7 @@ def recall_rows(encode: Callable, length: int, count: int, seed: int = 0):
 
 
 def passkey(encode, length, count, seed=0):
-    """Hides a pass key of five digits among repeated sentences.
-
-    Mohtashami and Jaggi, "Landmark Attention" (2023). `encode` turns a text into a list
-    of tokens. Prompt and answer have at most `length` tokens, and the keys of the
-    `count` examples stand at evenly spaced places.
-    """
+    """Returns examples that hide a pass key of five digits among repeated sentences."""
 
     def hide(generator):
         key = generator.integers(10_000, 100_000)
@@ -105,11 +103,9 @@ def passkey(encode, length, count, seed=0):
 
 
 def needle(encode, length, count, seed=0, kind=1, text=None):
-    """Hides one value, as `passkey` does: S-NIAH-1, 2 and 3 of RULER (2024).
-
-    `kind` is 1 for repeated sentences and a number of seven digits, 2 for the essay
-    `text`, which begins at a random sentence, and such a number, 3 for it and a UUID.
-    """
+    """Returns examples that hide one value: S-NIAH-1, 2 or 3, by `kind`."""
+    # 1 hides a number of seven digits among repeated sentences, 2 in an essay `text`
+    # from a random sentence on, and 3 a UUID there.
     name = "uuid" if kind == 3 else "number"
 
     def hide(generator):

@@ -3,12 +3,12 @@
 import keras
 import numpy as np
 import pytest
-from keras_rfattn.uptraining.stages import Stage
 
 import keras_rfattn
 from keras_rfattn.uptraining import HeadSelection, gates, recall_rows
 from keras_rfattn.uptraining.batches import Batches
 from keras_rfattn.uptraining.gates import OTHERS, GatedModel
+from keras_rfattn.uptraining.uptrain import Stage
 from keras_rfattn.uptraining.weights import Teacher, only_training
 from tests import helpers as h
 from tests.marks import ONE_BACKEND
