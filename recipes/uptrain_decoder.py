@@ -15,13 +15,16 @@ DIR holds wikitext2/{valid,test}.txt. Training texts are valid and presidents' m
 row has the perplexity by position, recall, and the bytes of a state. Controls: heads at
 random (`--heads random`), heads of whole layers (`--heads layers`), and a wider window
 in place of features (`--near-only --window 80` has as many bytes). `--shares 1` is
-softmax, `--shares 0` keeps no head.
+softmax, `--shares 0` keeps no head. `--offsets 2000` (PyTorch) begins each row of the
+training around the heads at a random position, so that maps see later positions than
+the row has tokens.
 
 Cost on one core: 10 seconds for a step of stage "attention" at 1024 tokens, 40 for one
 of stage "features", 5 to 10 minutes for a selection. Seen:
 docs/pages/results/decoders.md.
 """
 
+import contextlib
 import importlib.util
 import pathlib
 import time
@@ -35,7 +38,7 @@ TESTS = "positions", *RECALL[:3]
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanism="favorpp_learned", num_features=64,
     window=64, sinks=4, steps=200, feature_steps=60, tokens=1024, feature_tokens=512,
-    around_steps=90, around_tokens=768, seeds=[0], shares=[0.1, 0.2, 0.3],
+    around_steps=90, around_tokens=704, offsets=0, seeds=[0], shares=[0.1, 0.2, 0.3],
     heads=HEADS, selected_tokens=512, selected_rows=4, tests=TESTS,
     lengths=[512, 2048], tested=2048, rows=10, examples=24,
 )  # fmt: skip
@@ -55,6 +58,7 @@ args = parse(
     rows=2, examples=2, speeches=0,
 )  # fmt: skip
 
+import keras
 import keras_hub
 import numpy as np
 import tokenizers
@@ -228,12 +232,13 @@ def selected(args, model, encode, seed):
 def trained_around(args, model, encode, seed):
     """Trains the maps of the heads that are linear, beside those that are softmax."""
     texts = [np.array(encode(text), "int32") for text in training_texts(args)]
-    texts = [ids for ids in texts if len(ids) > args.around_tokens]
+    texts, offset = [ids for ids in texts if len(ids) > args.around_tokens], [0]
 
     def batches():
         """Yields two rows of text, then one that asks for a detail, and so on."""
         generator, length = np.random.default_rng(seed), args.around_tokens
         for step in range(args.around_steps):
+            offset[0] = int(generator.integers(args.offsets + 1))
             if step % 3 < 2:
                 # WikiText-2 is as likely as all messages together.
                 among = 1 if step % 2 else len(texts)
@@ -249,12 +254,36 @@ def trained_around(args, model, encode, seed):
             real = x["padding_mask"].astype("float32")
             yield x, None, real + marks * (real.sum() / marks.sum() - 1)
 
-    report = keras_rfattn.uptrain(
-        model, batches, args.around_steps, seed=seed, verbose=2,
-        stages=[Stage("features", window_dropout=0)],
-    )  # fmt: skip
+    with shifted(model, offset) if args.offsets else contextlib.nullcontext():
+        report = keras_rfattn.uptrain(
+            model, batches, args.around_steps, seed=seed, verbose=2,
+            stages=[Stage("features", window_dropout=0)],
+        )  # fmt: skip
     print(report, flush=True)
     return report
+
+
+@contextlib.contextmanager
+def shifted(model, offset):
+    """Context manager in which rotary embeddings add `offset[0]` to all positions."""
+    if keras.backend.backend() != "torch":
+        # Compiled functions would not see that the number changes.
+        raise SystemExit("--offsets needs PyTorch (KERAS_BACKEND=torch).")
+    blocks = model.backbone.transformer_layers
+    rotary = [x._self_attention_layer.rotary_embedding_layer for x in blocks]
+    cls = type(rotary[0])
+
+    def positions(self, inputs, start_index=0):
+        return cls._compute_positions(self, inputs, start_index + offset[0])
+
+    shifting = type(cls.__name__, (cls,), {"_compute_positions": positions})
+    try:
+        for layer in rotary:
+            layer.__class__ = shifting
+        yield
+    finally:
+        for layer in rotary:
+            layer.__class__ = cls
 
 
 def by_position(args, model, encode, row):
