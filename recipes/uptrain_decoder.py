@@ -53,8 +53,8 @@ parser.add_argument("--near-only", action="store_true",
 parser.add_argument("--save", type=pathlib.Path, help="folder for the trained maps")
 args = parse(
     parser, steps=2, feature_steps=2, around_steps=2, tokens=48, feature_tokens=32,
-    around_tokens=400, window=8, num_features=8, heads=["selected"], shares=[0.34],
-    selected_tokens=400, selected_rows=1, tests=["passkey"], lengths=[400], tested=48,
+    around_tokens=500, window=8, num_features=8, heads=["selected"], shares=[0.34],
+    selected_tokens=500, selected_rows=1, tests=["passkey"], lengths=[500], tested=48,
     rows=2, examples=2, speeches=0,
 )  # fmt: skip
 

@@ -55,6 +55,7 @@ class Elu(FeatureMap):
     """
 
     kernel = "elu"
+    is_unbiased = False  # its features alone define its kernel
 
     def __init__(self, num_features=None, **kwargs):
         check_no_num_features(type(self), num_features)
