@@ -14,7 +14,7 @@ from keras_rfattn.backend.sizes import is_known
 
 
 def take_tokens(x, index):
-    # `ops.take_along_axis` takes a batch of unknown size to be at least 1.
+    # `ops.take_along_axis` fails if a batch of unknown size is empty.
     return tf.gather(x, index, axis=1, batch_dims=1)
 
 
@@ -28,11 +28,11 @@ def is_plain(*arrays):
 
 
 def compiled(function, /, **options):
-    """Returns a `tf.function` cached for the current graph; a partial if eager."""
+    """Returns a `tf.function` of the current graph, or the function itself if eager."""
     if tf.executing_eagerly():
         return functools.partial(function, **options)
     graph = tf.compat.v1.get_default_graph()
-    # The graph may be a proxy, which has attributes but no `__dict__` of them.
+    # The graph may be a proxy, whose `__dict__` lacks the attributes of the graph.
     if not hasattr(graph, "_rfattn_functions"):
         graph._rfattn_functions = {}
     key = function, tuple(options.items())

@@ -106,8 +106,7 @@ def class_of(name):
 
 def resolve(identifier, num_features=None, seed=None, name=None):
     """Returns the map that a user asked for; used wherever a map is accepted."""
-    # It is `get`, but `seed` and `name` are those of a map given by name only: a map or
-    # config keeps its own.
+    # Like `get`, but a map or a config keeps its own seed and name.
     if isinstance(identifier, str):
         check_seed(seed)
         return get(identifier, num_features=num_features, seed=seed, name=name)
@@ -115,7 +114,7 @@ def resolve(identifier, num_features=None, seed=None, name=None):
 
 
 def register(name, cls=None):
-    """Adds a feature map to the registry and returns it; a call or a decorator.
+    """Adds a feature map to the registry; also works as a decorator of the class.
 
     Args:
         name: The name by which users select the map.

@@ -19,9 +19,9 @@ class PerThread(threading.local):
     # Not a `contextvars.ContextVar`, because `torch.compile` cannot trace one.
 
     def __init__(self):
-        # `threading.local` calls this in every thread. A class attribute would not do,
-        # because guards of `torch.compile` cannot tell an attribute that the instance
-        # lacks from the default that the class supplies.
+        # `threading.local` calls this in every thread. It is no class attribute,
+        # because guards of `torch.compile` confuse a missing attribute of the instance
+        # with the default of the class.
         self.value = None
 
     @contextlib.contextmanager
@@ -54,8 +54,9 @@ class PerObject(PerThread):
 class Interceptor(abc.ABC):
     """Observes a linear attention layer, or computes its output in its place."""
 
-    # A layer looks for one in its `CallContext` first, and then in its attribute
-    # `recorder`. A plain function has the same effect as one that defines `__call__`.
+    # A layer looks for an interceptor in its `CallContext` first, and then in its
+    # attribute `recorder`. A plain function has the same effect as an interceptor
+    # that defines `__call__` alone.
 
     @abc.abstractmethod
     def __call__(self, call):
@@ -71,9 +72,9 @@ class CallContext:
     """The context of one call of an attention layer."""
 
     layer: Any  # other layers do not see this context
-    self_attention: bool | None = False  # `None` if nothing tells
+    self_attention: bool | None = False  # `None` if it is unknown
     segment_ids: Any = None  # (B, T), the number of each token's text in packed rows
-    mask: Any = None  # `AttentionMask` that replaces the one which the class receives
+    mask: Any = None  # `AttentionMask` in place of the one that is passed
     recorder: Any = None  # an `Interceptor` or a function
 
     def active(self):

@@ -1,4 +1,4 @@
-"""Checks of models, and lookups of attributes that attention classes name differently.
+"""Checks of models, and finds projections, whose names differ between classes.
 
 Every function that takes a model uses `check_model`.
 """

@@ -47,20 +47,20 @@ class Sequence(NamedTuple):
 
     # K key/value heads, T queries, S keys; the G query heads of a token are adjacent.
 
-    query: np.ndarray  # (K, T · G, H), scaled, before any normalization by the map
+    query: np.ndarray  # (K, T · G, H), scaled; not prepared by the map
     key: np.ndarray  # (K, S, H), as the queries
     value: np.ndarray  # (K, S, V)
     causal: bool
     logit_scale: float = 1.0  # turns `query · key` into a logit of softmax attention
-    # Queries and keys of softmax attention, if those above are normalized (option
-    # `temperature`).
+    # With the option `temperature`, queries and keys above are normalized, and these
+    # are those of softmax attention.
     softmax: tuple | None = None
-    prefix: np.ndarray | None = None  # (S,), keys that earlier queries see too
+    prefix: np.ndarray | None = None  # (S,), true for keys that every query sees
     soft_cap: float | None = None  # bounds the logits of softmax attention
 
 
 class Recorder(Interceptor):
-    """Collects the `Sequence`s of a layer, and adds itself to the recorders called."""
+    """Collects the `Sequence`s of a layer; `called` holds recorders as layers run."""
 
     def __init__(self, layer, exact, max_tokens, called):
         self.num_heads, _ = layer._kv_shape()
@@ -200,10 +200,10 @@ def check_batches(data):
 
 
 def _refusal(model, batch, error):
-    """Returns a `ValueError` that says on what a model did not run."""
+    """Returns a `ValueError` that describes the batch on which a model failed."""
     inputs = getattr(model, "input", None) if hasattr(model, "inputs") else None
     wanted = "" if inputs is None else f", {described(inputs)}"
-    hint = "It has no labels; one array as a whole is the list `[array]`."
+    hint = "Leave labels out. Pass a single batch as the list `[array]`."
     if any(map(is_text, keras.tree.flatten(batch))):
         hint = "Turn texts into tokens first, by the model's preprocessor or tokenizer."
     return ValueError(

@@ -63,7 +63,7 @@ class Features(NamedTuple):
         return type(self)(*(None if x is None else function(x) for x in self))
 
     def of_heads(self, of_tokens, of_weights):
-        """Returns features of some heads, which a function takes from token arrays."""
+        """Returns the features of some heads, by a function that selects them."""
         return self.of_tokens(of_tokens)
 
     @property
@@ -77,17 +77,18 @@ class Features(NamedTuple):
         return self.log_scale.dtype
 
     def unchanged(self):
-        """Returns the features, which are computed, unlike `Exponents`."""
+        """Returns these features, which need no further computation."""
         return self
 
+    # The protocol that `ops.exponents.Exponents`, computed later, shares.
     compute = dense = relative = tokens = unchanged
 
     def shared(self):
-        """Returns the part that all tokens share: none, see `Exponents`."""
+        """Returns the part that all tokens share, which only `Exponents` have."""
         return ()
 
     def joined(self, shared):
-        """Returns the features, whose `tokens` are all of them."""
+        """Returns these features: they share nothing that must be added."""
         return self
 
     def ones_or_values(self):
@@ -101,12 +102,12 @@ class Features(NamedTuple):
             scale = scale * ops.cast(self.values, scale.dtype)
         return ops.cast(scale, dtype)
 
-    def raised(self, maximum):
-        """Returns features whose exponents are larger by an array that broadcasts."""
-        return self._replace(log_scale=self.log_scale + maximum)
+    def raised(self, shift):
+        """Returns the features with `shift` added to their exponents."""
+        return self._replace(log_scale=self.log_scale + shift)
 
     def magnitudes(self, shift, dtype):
-        """Returns `exp(log_scale - shift)`, of width M or 1: |values| taken as 1."""
+        """Returns `exp(log_scale - shift)`, of width M or 1: as if values were 1."""
         return ops.cast(ops.exp(self.log_scale - shift), dtype)
 
     def hidden(self, mask):
@@ -126,7 +127,7 @@ class Features(NamedTuple):
 class Squared(Features):
     """Features `v ⊗ v · exp(log_scale)`, whose inner products are squares."""
 
-    # Those of polynomial attention, whose denominator has a 1. The product of a few
+    # Used by polynomial attention, whose denominator has a 1. The product of a few
     # tokens is `(v · w)²`, which never forms the r² features. `values` is v `(..., r)`.
 
     has_offset = True

@@ -40,7 +40,7 @@ class AttentionStage(StageModel):
             self.model(inputs["x"], training=False)
         losses, sums = [], []
         for i, (layer, watcher) in enumerate(watched):
-            # Without copies, the student's queries, keys and values are the teacher's.
+            # Without copies of weights, teacher and student have the same projections.
             again = watcher.replayed(layer) if self.teacher.copies else watcher.calls
             calls = list(zip(watcher.calls, again, strict=True))
             dropped = noise[:, i] < stage.window_dropout
@@ -64,7 +64,7 @@ class Watcher(Interceptor):
     """Stores a layer's calls, and answers them by a method of `Attention`."""
 
     def __init__(self, answer=Attention.softmax):
-        # The calls as `Attention`, and as the arguments of the layer.
+        # `Attention` objects, and pairs of the arguments with which layers were called.
         self.answer, self.calls, self.arguments = answer, [], []
 
     def around(self, layer, function, args, kwargs):
@@ -111,7 +111,7 @@ def _compared(layer, calls, dropped, offset, max_rows):
 
 
 def layer_errors(teacher, student, dropped, offset, max_rows):
-    """Returns how far linear attention is from softmax attention, `(5, N)`."""
+    """Returns the five sums of the module's docstring, `(5, N)`."""
     query, key, kernel = teacher.softmax_terms()
     num_heads, num_kv_heads = query.shape[2], key.shape[2]
     groups = num_heads // num_kv_heads
@@ -194,7 +194,7 @@ def _student_rows(call, rows, taken, visible, dropped):
     local = None
     if options.window is not None:
         is_near = nearby(mask.key_mask, rows, ops.shape(key)[1], near, mask.causal)
-        # A model may make several sequences of one.
+        # A model may split one example into several sequences.
         count = ops.shape(key)[0] // ops.shape(dropped)[0]
         is_near = is_near & ~ops.repeat(dropped, count)[:, None, None]
         local = near.kernel, near.query, near.key, is_near[:, None]

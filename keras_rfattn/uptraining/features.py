@@ -16,7 +16,7 @@ from keras_rfattn.uptraining.weights import StageModel
 TINY = 1e-9
 # KerasHub tasks whose head is part of the checkpoint.
 OWN_HEADS = {"CausalLM", "MaskedLM", "Seq2SeqLM"}
-# The measure that a stage reports, and the rate at which maps learn, by objective.
+# Objective -> measure that a stage reports, and learning rate of the maps.
 OBJECTIVES = {
     "features": ("relative squared error of the model's outputs", 0.005),
     "logits": ("divergence of logits", 0.001),
@@ -33,7 +33,7 @@ class FeaturesStage(StageModel):
             names = {cls.__name__ for cls in type(self.model).__mro__}
             self.objective = "logits" if names & OWN_HEADS else "features"
         self.measure, self.learning_rate = OBJECTIVES[self.objective]
-        # The error if all attention outputs 0, to compare with.
+        # The control: the error if every attention layer outputs 0.
         zeros = [(layer, Attention.zero) for layer in self.learning]
         with without_gradients():
             error, _ = self.measured(self.compared(batch, zeros))
@@ -70,7 +70,7 @@ class FeaturesStage(StageModel):
         return self.compared(inputs, recorders)
 
     def compared(self, inputs, recorders):
-        """Returns what `call` returns, with recorders in the linear model."""
+        """Returns what `call` returns, while recorders answer for the linear layers."""
         wanted = self.teacher(self.outputs, inputs["x"])
         with recording(recorders):
             given = self.outputs(inputs["x"])

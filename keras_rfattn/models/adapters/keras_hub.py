@@ -23,9 +23,9 @@ from keras_rfattn.models.holders import following, holders, refresh
 from keras_rfattn.models.positions import check_size
 
 Backbone, Task = keras_hub.models.Backbone, keras_hub.models.Task
-# Ends the class names of linear backbones. KerasHub's exporters to other libraries look
-# names up, and so refuse what they would write as softmax. Keras leaves the mark out of
-# the paths in weights files, which are those of the softmax model.
+# The end of the class names of linear backbones. KerasHub's exporters to other
+# libraries look up names, and so refuse a model that they would write as softmax. Keras
+# leaves the mark out of the paths in weights files, which are the softmax model's.
 MARK = "*"
 FAMILIES = (*generation.FAMILIES, prefix_lm.FAMILY, seq2seq.FAMILY)
 
@@ -52,9 +52,9 @@ def companion_class(cls, backbone_cls):
 
 
 def _get_config(self):
-    """Returns the config of a backbone, and makes carriers of later tasks around it."""
-    # Keras reads the class of a task after the config of its backbone. A running `fit`
-    # may be saving the task, so that its compiled functions stay.
+    """Returns the config of a backbone, and turns newer tasks around it to carriers."""
+    # Keras reads the class of a task after the config of its backbone. `fit` may be
+    # saving the task, so that its compiled functions are kept.
     for task in holders([self]):
         if isinstance(task, Task) and not isinstance(task, saving.Carrier):
             saving.carry(task)
@@ -63,7 +63,7 @@ def _get_config(self):
 
 
 def _get_task_config(self):
-    """Returns the config of a task, whose backbone tells of the attention in it."""
+    """Returns the config of a task, with attention that its backbone does not hold."""
     if len(linear_layers(self)) > len(linear_layers(self.backbone)):
         return saving.Carrier.get_config(self)
     return type(self).original_class.get_config(self)

@@ -16,18 +16,19 @@ class Known(NamedTuple):
     """Facts about an attention class, or about a block that holds attention."""
 
     package: str
-    # For an attention class: why it cannot be linear, or the mixin that makes it
-    # linear, and whether its blocks build a dense mask instead of passing
-    # `use_causal_mask`.
+    # Why an attention class cannot be linear.
     refused: str | None = None
+    # The mixin that makes an attention class linear.
     mixin: str | None = None
+    # Whether its blocks build a dense mask, and do not pass `use_causal_mask`.
     takes_dense: bool = False
-    # For a block: whether it is causal (`None` if each call decides), the mixin that
-    # builds its `AttentionMask`, and what a dense mask of its own does.
+    # Whether a block is causal; `None` if each call decides.
     causal: bool | None = None
+    # The mixin that builds the `AttentionMask` of a block.
     masks: str | None = None
+    # What the dense mask of a block does, which rules linear attention out.
     builds_mask: str = ""
-    # For a block: whether it has one query, for which softmax is linear already.
+    # Whether a block has one query, for which softmax takes linear time already.
     is_pooling: bool = False
 
 
