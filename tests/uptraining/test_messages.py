@@ -58,8 +58,8 @@ WRONG_BATCHES = {
     "function": (lambda: [X], NO_ITERABLE),
     "number": (5, NO_ITERABLE),
     "none": (None, NO_ITERABLE),
-    "one batch": (X, r"one array as a whole is the list `\[array\]`"),
-    "labelled": ([(X, np.zeros(3))], "It has no labels"),
+    "one batch": (X, r"Pass a single batch as the list `\[array\]`"),
+    "labelled": ([(X, np.zeros(3))], "Leave labels out"),
     "shape": ([X[:, :5]], r"shapes \[\(None, 6, 8\)\]. Received: .*\(3, 5, 8\)"),
     "objects": ([np.array([[1], [1, 2]], object)], "Received: ndarray"),
 }
