@@ -167,7 +167,7 @@ def _sampled_rows(query, offset, max_rows):
 
 
 def _visible(call, rows):
-    """Returns which keys rows see, `(B, 1, R · G, S)`, and which rows are real."""
+    """Returns which keys rows see, `(B, 1, R · G or 1, S)`, and which rows are real."""
     mask, length = call.mask, ops.shape(call.key)[1]
     visible = ops.ones((ops.shape(call.key)[0], 1, 1, length), dtype="bool")
     if mask.key_mask is not None:
