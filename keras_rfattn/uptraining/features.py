@@ -74,10 +74,8 @@ class FeaturesStage(StageModel):
         wanted = self.teacher(self.outputs, inputs["x"])
         with recording(recorders):
             given = self.outputs(inputs["x"])
-        weight, compared = inputs.get("weight"), []
-        for (one, real), (other, _) in zip(wanted, given, strict=True):
-            compared.append((one, other, real if weight is None else real * weight))
-        return compared
+        pairs, weight = zip(wanted, given, strict=True), inputs.get("weight")
+        return [(x, y, _weighted(real, weight)) for (x, real), (y, _) in pairs]
 
     def measured(self, compared):
         """Returns `(error, loss)`, each a mean over the compared outputs."""
@@ -96,6 +94,19 @@ def _real_tokens(name, output, x):
         if has_tokens and mask.shape[1] == output.shape[1]:
             return ops.cast(mask, "float32")
     return ops.ones_like(output[..., 0], dtype="float32")
+
+
+def _weighted(real, weight):
+    """Returns `real`, `(B, T)` or `(B,)`, times sample weights, `(B, T)` or `(B,)`."""
+    if weight is None:
+        return real
+    if len(weight.shape) > len(real.shape):
+        raise ValueError(
+            "Sample weights must be `(B,)` for outputs without tokens. Received: "
+            f"weights of shape {tuple(weight.shape)}. Leave them out."
+        )
+    shape = *ops.shape(weight), *(1,) * (len(real.shape) - len(weight.shape))
+    return real * ops.reshape(ops.cast(weight, real.dtype), shape)
 
 
 def _without_window(dropped):

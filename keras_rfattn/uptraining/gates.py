@@ -29,7 +29,7 @@ from keras_rfattn.uptraining.weights import Teacher, only_training
 
 # Openings of the gates at which the derivative is computed.
 OPENINGS = 0.25, 0.5, 0.75, 1.0
-# What the heads that do not stay softmax compute.
+# Attention of the heads that do not stay softmax, by the argument `others`.
 OTHERS = {
     "linear": Attention.linear,
     "window": Attention.window_alone,

@@ -120,7 +120,7 @@ def uptrain(
     Args:
         model: A model changed by `replace_attention`.
         data: Anything `keras.Model.fit` takes; labels are ignored, and sample weights
-            `(B, T)` weigh tokens in stage `"features"`. It can be an array, a dict of
+            `(B, T)` or `(B,)` weigh stage `"features"`. It can be an array, a dict of
             arrays, `(x, y)`, a `keras.utils.PyDataset`, a `tf.data.Dataset`,
             a `DataLoader` of PyTorch, a generator or a function that makes one, a list
             of batches, or texts or images for the model's own preprocessor.

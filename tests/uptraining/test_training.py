@@ -312,3 +312,20 @@ def test_decoders_with_grouped_heads(family, trainable):
     restored = families.outputs(model, data)
     same = all(np.array_equal(a, b) for a, b in zip(softmax, restored, strict=True))
     assert same == (trainable == "maps")
+
+
+@pytest.mark.once
+def test_sample_weights_weigh_the_tokens_of_stage_features():
+    data = m.tokens()
+    ones, half = np.ones((2, *data.shape), "float32")
+    half[:, ::2] = 0
+    weights = {"none": None, "ones": ones, "rows": ones[:, 0], "half": half}
+    trained = {}
+    for name, weight in weights.items():
+        model = m.linear_model()
+        m.uptrain(model, (data, None, weight), stages="features", steps=3)
+        trained[name] = np.concatenate([x.ravel() for x in m.weights(model)])
+    h.assert_close(trained["ones"], trained["none"], 1e-6)
+    h.assert_close(trained["rows"], trained["none"], 1e-6)
+    with pytest.raises(AssertionError, match="relative error"):
+        h.assert_close(trained["half"], trained["none"], 1e-4)

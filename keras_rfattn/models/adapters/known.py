@@ -26,7 +26,7 @@ class Known(NamedTuple):
     causal: bool | None = None
     # The mixin that builds the `AttentionMask` of a block.
     masks: str | None = None
-    # What the dense mask of a block does, which rules linear attention out.
+    # Why the dense mask of a block rules linear attention out.
     builds_mask: str = ""
     # Whether a block has one query, for which softmax takes linear time already.
     is_pooling: bool = False
