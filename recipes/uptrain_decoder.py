@@ -25,6 +25,7 @@ docs/pages/results/decoders.md.
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 import pathlib
 import time
@@ -94,6 +95,7 @@ def evaluate(args, share, heads, seed):
             linear(args, model, seed, "favorplus", 1)
         elif args.load:
             keras_rfattn.load_maps(model, args.load)
+            set_window(model, args.window)
         else:
             report = trained(args, model, encode, seed)
         if share > 0:
@@ -174,6 +176,14 @@ def linear(args, model, seed, mechanism, num_features):
     )  # fmt: skip
 
 
+def set_window(model, window):
+    """Changes the window of loaded maps, which is not part of their weights."""
+    for site in survey(model):
+        if site.is_linear:
+            options = dataclasses.replace(site.layer.options, window=window)
+            site.layer.options = options
+
+
 def trained(args, model, encode, seed):
     """Replaces attention and trains the maps of all heads; returns the last report."""
     linear(args, model, seed, args.mechanism, args.num_features)
@@ -238,7 +248,9 @@ def trained_around(args, model, encode, seed):
         """Yields two rows of text, then one that asks for a detail, and so on."""
         generator, length = np.random.default_rng(seed), args.around_tokens
         for step in range(args.around_steps):
-            offset[0] = int(generator.integers(args.offsets + 1))
+            # About half of the rows begin at position 0.
+            begins = generator.integers(args.offsets + 1) * generator.integers(2)
+            offset[0] = int(begins)
             if step % 3 < 2:
                 # WikiText-2 is as likely as all messages together.
                 among = 1 if step % 2 else len(texts)
@@ -296,9 +308,9 @@ def by_position(args, model, encode, row):
         if not texts:
             continue
         tested, whole = rows_of(texts, encode, args.tested, args.rows), (0, args.tested)
-        parts = recall.perplexity_by_position(model, tested, EDGES)
+        parts = recall.perplexity(model, tested, [whole, *zip(EDGES, EDGES[1:])])
+        total = parts.pop(whole)
         parts = {f"{a} to {b}": round(x, 3) for (a, b), x in parts.items()}
-        total = recall.perplexity_by_position(model, tested, whole)[whole]
         about = {"test": "perplexity", **row, "text": name, "tokens": tested.size}
         tell(args, about | {"whole": round(total, 3), **parts})
 

@@ -23,22 +23,20 @@ def evaluate(model, examples):
     }
 
 
-def perplexity_by_position(model, rows, edges):
+def perplexity(model, rows, intervals):
     """Returns a dict from intervals `(start, stop)` to the perplexity of their tokens.
 
-    Intervals reach from one edge to the next, or to the end of the rows. The first
-    token of a row is not predicted.
+    Intervals end with the rows; those that begin later are left out. The first token
+    of a row is not predicted.
     """
     log_probs = np.concatenate([score(model, row[None], 1)[0] for row in rows])
-    intervals = [
-        (a, min(b, rows.shape[1])) for a, b in zip(edges, edges[1:], strict=False)
-    ]
+    length = rows.shape[1]
     return {
-        (a, b): float(
+        (a, min(b, length)): float(
             np.exp(-log_probs[:, max(a, 1) - 1 : b - 1].mean(dtype="float64"))
         )
         for a, b in intervals
-        if max(a, 1) < b
+        if a < length
     }
 
 
