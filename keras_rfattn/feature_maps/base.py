@@ -111,7 +111,7 @@ class FeatureMap(Weights, keras.layers.Layer):
 
     @property
     def trainable(self):
-        """Whether the map trains. Once an optimizer has trained, it cannot change alone."""
+        """Whether the map trains. It cannot change once an optimizer has trained."""
         return self._trainable
 
     @trainable.setter

@@ -29,8 +29,9 @@ def read(folder):
     from safetensors.numpy import load
 
     try:
-        data = pathlib.Path(folder, WEIGHTS).read_bytes()
         manifest = json.loads(pathlib.Path(folder, MANIFEST).read_text("utf-8"))
+        # Sets that ship with the package may share a file of weights.
+        data = pathlib.Path(folder, manifest.get("weights", WEIGHTS)).read_bytes()
         if manifest["format"] > FORMAT:
             raise ValueError(f"format {manifest['format']}: use a newer keras_rfattn")
         if manifest["checksum"] != _checksum(manifest, data):
@@ -63,6 +64,7 @@ def _checksum(manifest, data):
 def _card(manifest, size):
     """Returns the text of the model card of maps of `size` bytes."""
     layers, name = manifest["layers"], manifest["base_model"]
+    heads = sum(len(x["options"].get("softmax_heads", ())) for x in layers)
     maps = {f"{x['mechanism']} of {x['width']} features" for x in layers}
     entries = {"base_model": name, "license": manifest["license"]}
     about = "".join(f"{key}: {x}\n" for key, x in entries.items() if x)
@@ -76,8 +78,8 @@ library_name: keras-rfattn
 # {name or manifest["base"]["class"]} with linear attention
 
 {len(layers)} attention layers with trained feature maps ({", ".join(sorted(maps))});
-{len(manifest["softmax"])} stay softmax. The file has {size / 1e6:.2f} MB. To make
-attention linear in sequence length:
+{len(manifest["softmax"])} layers and {heads} key/value heads stay softmax. The file of
+weights has {size / 1e6:.2f} MB. To make attention linear in sequence length:
 `keras_rfattn.load_maps(model, "PATH OR URI OF THIS FOLDER")`.
 
 | quality and training | |

@@ -2,8 +2,8 @@
 
 What they compiled with it is discarded after the change, which is refused if one of
 their optimizers has trained and would meet other weights than those that it has slots
-for, such as moments: Keras would fail in the middle of `fit`, and on JAX the model would
-lose its weights. An optimizer that was only built, as `evaluate` does, begins anew.
+for, such as moments: Keras would fail in the middle of `fit`, and on JAX the model
+would lose its weights. An optimizer that was only built, as by `evaluate`, begins anew.
 
 Keras keeps no reference from a layer to the models around it, and any number of models
 may share a layer. They are therefore looked for among the objects of the garbage
@@ -51,7 +51,7 @@ def holders(layers, model=None, among=None):
 
 @contextlib.contextmanager
 def following(layers, training=None, model=None):
-    """Yields the holders of `layers`; refuses if an optimizer of `training` has trained."""
+    """Yields the holders of `layers`; refuses if one of `training` has trained."""
     # `training` are those of the layers whose trained weights change, by default all.
     training = layers if training is None else training
     around = holders(layers, model)

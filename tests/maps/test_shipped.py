@@ -149,7 +149,7 @@ def test_shipped_maps_of_a_decoder():
     assert not keras_rfattn.pretrained_maps(model)
     with pytest.raises(TypeError, match="must be a Keras"):
         keras_rfattn.pretrained_maps("smollm2")
-    name = "smollm2_favorpp_learned_64"
+    name = "smollm2_heads_20"
     with pytest.raises(ValueError, match="must have the weights with which"):
         keras_rfattn.load_maps(model, name)
     assert not keras_rfattn.describe_attention(model).replaced
