@@ -14,7 +14,7 @@ NEAREST = 10
 
 
 def texts(data, tokenizer, count, long_count):
-    """Returns lists of token ids of "sentences", "articles" and "messages", as a dict.
+    """Returns a dict of lists of token ids: "sentences", "articles" and "messages".
 
     Sentences are evenly spread over those of the evaluated STS pairs. `long_count` texts
     of each other kind are from the test part of `long_documents.read`.
