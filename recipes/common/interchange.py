@@ -14,10 +14,10 @@ NEAREST = 10
 
 
 def texts(data, tokenizer, count, long_count):
-    """Returns a dict of lists of token ids: "sentences", "articles" and "messages".
+    """Returns token ids of "sentences", "articles" and "messages": a dict of lists.
 
-    Sentences are evenly spread over those of the evaluated STS pairs. `long_count` texts
-    of each other kind are from the test part of `long_documents.read`.
+    Sentences are evenly spread over those of the evaluated STS pairs. There are
+    `long_count` texts of each other kind, from the test part of `long_documents.read`.
     """
     pairs = sentences.pairs_of(data, "*.test.tsv")
     found = sorted({s for *_, a, b in pairs for s in (a, b)})
