@@ -118,7 +118,7 @@ def test_a_rounded_checkpoint_is_recognized(round_to):
         for weight in model.weights:
             weight.assign(to_numpy(weight.value).astype("float16").astype("float32"))
     found = keras_rfattn.pretrained_maps(model)
-    assert len(found) == 2 and all("% away" in x for x in found.values())
+    assert len(found) == 3 and all("% away" in x for x in found.values())
     with pytest.warns(UserWarning, match="as after rounding to 16 or 8 bits"):
         keras_rfattn.load_maps(model, "minilm_hedgehog_64")
     keras_rfattn.restore_attention(model)
@@ -133,6 +133,7 @@ def test_a_shipped_set_names_the_measure_of_its_quality():
     texts = keras_rfattn.pretrained_maps()
     assert [texts[name].partition(": ")[2] for name in sorted(texts)] == [
         "rank correlation 0.7629, softmax 0.7649",
+        "QUALITY",
         "rank correlation 0.7603, softmax 0.7649",
         "perplexity 27.35, softmax 20.26",
     ]
