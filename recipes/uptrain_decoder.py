@@ -27,6 +27,7 @@ docs/pages/results/decoders.md.
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import pathlib
 import time
 
@@ -308,7 +309,7 @@ def by_position(args, model, encode, row):
         if not texts:
             continue
         tested, whole = rows_of(texts, encode, args.tested, args.rows), (0, args.tested)
-        parts = recall.perplexity(model, tested, [whole, *zip(EDGES, EDGES[1:])])
+        parts = recall.perplexity(model, tested, [whole, *itertools.pairwise(EDGES)])
         total = parts.pop(whole)
         parts = {f"{a} to {b}": round(x, 3) for (a, b), x in parts.items()}
         about = {"test": "perplexity", **row, "text": name, "tokens": tested.size}

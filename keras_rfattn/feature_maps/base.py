@@ -111,7 +111,7 @@ class FeatureMap(Weights, keras.layers.Layer):
 
     @property
     def trainable(self):
-        """Whether the map trains. Under a built optimizer, it cannot change alone."""
+        """Whether the map trains. Once an optimizer has trained, it cannot change alone."""
         return self._trainable
 
     @trainable.setter

@@ -1,9 +1,9 @@
 """Finds the models that hold a layer, before and after a change of the layer.
 
 What they compiled with it is discarded after the change, which is refused if one of
-their optimizers is built and would meet other weights than those that it has slots for,
-such as moments: Keras would fail in the middle of `fit`, and on JAX the model would
-lose its weights.
+their optimizers has trained and would meet other weights than those that it has slots
+for, such as moments: Keras would fail in the middle of `fit`, and on JAX the model would
+lose its weights. An optimizer that was only built, as `evaluate` does, begins anew.
 
 Keras keeps no reference from a layer to the models around it, and any number of models
 may share a layer. They are therefore looked for among the objects of the garbage
@@ -51,24 +51,29 @@ def holders(layers, model=None, among=None):
 
 @contextlib.contextmanager
 def following(layers, training=None, model=None):
-    """Yields the holders of `layers`; refuses a built optimizer of `training` ones."""
+    """Yields the holders of `layers`; refuses if an optimizer of `training` has trained."""
     # `training` are those of the layers whose trained weights change, by default all.
     training = layers if training is None else training
     around = holders(layers, model)
-    if _with_built_optimizer(training, around):
+    if any(map(_has_trained, _with_built_optimizer(training, around))):
         # Models that nobody uses any more may still await garbage collection. They
         # must not cause an error.
         del around
         gc.collect()
         around = holders(layers, model)
-    for holder in _with_built_optimizer(training, around):
+    built = _with_built_optimizer(training, around)
+    for holder in filter(_has_trained, built):
         raise ValueError(
-            "A model must not have a built optimizer when weights that train come or "
-            f"go. Received: {type(holder).__name__} '{holder.name}', whose "
-            f"{type(holder.optimizer).__name__} is built. Compile the model with a new "
-            "optimizer first: `model.compile(...)`, then this change, then `fit`."
+            "A model must not have an optimizer that has trained when weights that "
+            f"train come or go. Received: {type(holder).__name__} '{holder.name}', "
+            f"whose {type(holder.optimizer).__name__} has trained. Compile the model "
+            "with a new optimizer first: `model.compile(...)`, then this change, then "
+            "`fit`."
         )
     yield around
+    for holder in built:
+        optimizer = holder.optimizer
+        holder.optimizer = type(optimizer).from_config(optimizer.get_config())
 
 
 def _with_built_optimizer(layers, around):
@@ -76,6 +81,10 @@ def _with_built_optimizer(layers, around):
     models = [*layers, *holders(layers, among=around)]
     optimizers = ((x, getattr(x, "optimizer", None)) for x in models)
     return [model for model, x in optimizers if x is not None and x.built]
+
+
+def _has_trained(model):
+    return int(model.optimizer.iterations) > 0
 
 
 def refresh(layer):

@@ -70,7 +70,7 @@ def replace_attention(
 
     Raises:
         ValueError: If an argument is invalid, or the layers cannot be made linear, or
-            an optimizer is built and maps have weights to train. The model is unchanged
+            an optimizer has trained and maps have weights too. The model is unchanged
             in that case.
 
     Examples:
@@ -134,7 +134,7 @@ def restore_attention(
 
     Raises:
         ValueError: If nothing in the model was replaced, `include` names a layer that
-            is not linear, or an optimizer is built and trains the maps. The model is
+            is not linear, or an optimizer has trained the maps. The model is
             unchanged in that case.
     """
     check_model(model)

@@ -85,7 +85,7 @@ class Batches:
         # Without `y`, KerasHub takes a tuple to be inputs and labels.
         labels = {"y": None} if isinstance(batch, list) else {}
         batch = tuple(batch) if isinstance(batch, list) else batch
-        inputs = self.preprocessor(batch, **labels)
+        inputs = self.preprocessor(keras.tree.map_structure(_listed, batch), **labels)
         inputs = inputs[0] if isinstance(inputs, tuple) else inputs
         return {**weighted, "x": trimmed(as_arrays(inputs))}
 
@@ -197,6 +197,13 @@ def as_arrays(x):
     if isinstance(x, (list, tuple)) or is_text(x):
         return np.array(x, dtype=object)
     return x if isinstance(x, np.ndarray) else keras.ops.convert_to_numpy(x)
+
+
+def _listed(x):
+    """Returns a list of strings if an array holds texts: some tokenizers need that."""
+    if not is_text(x):
+        return x
+    return [text.decode() if isinstance(text, bytes) else text for text in x.tolist()]
 
 
 def trimmed(batch):

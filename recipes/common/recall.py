@@ -26,17 +26,17 @@ def evaluate(model, examples):
 def perplexity(model, rows, intervals):
     """Returns a dict from intervals `(start, stop)` to the perplexity of their tokens.
 
-    Intervals end with the rows; those that begin later are left out. The first token
-    of a row is not predicted.
+    An interval ends with the rows at the latest. The first token of a row is not
+    predicted, and intervals without a predicted token are left out.
     """
     log_probs = np.concatenate([score(model, row[None], 1)[0] for row in rows])
-    length = rows.shape[1]
+    intervals = [(a, min(b, rows.shape[1])) for a, b in intervals]
     return {
-        (a, min(b, length)): float(
+        (a, b): float(
             np.exp(-log_probs[:, max(a, 1) - 1 : b - 1].mean(dtype="float64"))
         )
         for a, b in intervals
-        if a < length
+        if max(a, 1) < b
     }
 
 

@@ -99,11 +99,11 @@ def test_an_answer_is_right_if_all_of_its_tokens_are(model):
 
 
 @pytest.mark.once
-def test_perplexity_by_position(model):
+def test_perplexity(model):
     rows = np.random.default_rng(1).integers(0, 130, (3, 30)).astype("int32")
     logits = log_probs(model, rows)[:, :-1]
     expected = np.take_along_axis(logits, rows[:, 1:, None], axis=2)[..., 0]
-    found = recall.perplexity_by_position(model, rows, (0, 1, 8, 50))
+    found = recall.perplexity(model, rows, [(0, 1), (1, 8), (8, 50), (50, 60)])
     assert [*found] == [(1, 8), (8, 30)]
     by_hand = [np.exp(-expected[:, :7].mean()), np.exp(-expected[:, 7:].mean())]
     np.testing.assert_allclose([*found.values()], by_hand, rtol=1e-4)

@@ -115,10 +115,6 @@ RUNS = {
         "--data-dir data --smoke",
         r"{'mechanism': 'local', [^\n]*'test': \d[^\n]*'parts': {[^\n]*\n",
     ),
-    "train_mqar": (
-        "--smoke",
-        r"'mechanism': 'favorplus', 'width': 16, [^\n]*'accuracy': \d[^\n]*\n",
-    ),
     "train_selective_copying": (
         "--smoke",
         r"{'mechanism': 'local', [^\n]*'accuracy': \d[^\n]*\n",

@@ -102,6 +102,8 @@ def test_a_generator_ends():
 def lengths(texts, y=None):
     """Stands for a preprocessor: as many tokens as letters, of at most 64."""
     texts = texts[0] if isinstance(texts, tuple) else texts
+    # KerasHub's byte pair tokenizers refuse arrays and bytes.
+    assert isinstance(texts, list) and all(isinstance(x, str) for x in texts)
     ids = np.zeros((len(texts), 64), "int32")
     for row, text in zip(ids, texts, strict=True):
         row[: len(text)] = 1
