@@ -46,7 +46,7 @@ parser.add_argument("--stride", type=int, default=1, help="evaluates every n-th 
 # Numbers of sentences and of long texts whose embeddings are compared with softmax's.
 # `most` is the number of documents of each source that long texts are from.
 parser.set_defaults(compared=(1000, 64), most=None)
-args = parse(parser, steps=4, stride=100, compared=(16, 2), most=4)
+args = parse(parser, steps=4, stride=100, compared=(16, 4), most=4)
 
 import dataclasses
 import functools
