@@ -10,11 +10,9 @@ Rows also tell whether embeddings can take the place of softmax's
     python recipes/uptrain_bert.py --data-dir DIR --mechanism favorpp_learned \
         --num-features 64 --steps 900
 
-DIR holds sts/, mrpc/, sst2/ and wikitext2/ (formats: common/sentences.py). `--long`
-trains on long texts too (common/long_documents.py), and compares pooled embeddings
-besides hidden states. Controls are softmax, zero attention, the mean of V, and
-`--mechanism one_feature`, trained in the same way: its weights do not depend on the
-query.
+DIR holds sts/, mrpc/, sst2/ and wikitext2/ (formats: common/sentences.py). Controls are
+softmax, zero attention, the mean of V, and `--mechanism one_feature`, trained in the
+same way: its weights do not depend on the query.
 
 Cost: 10 to 20 minutes a seed on one core, and 2 for each of the evaluations.
 Expected (docs/pages/results/quality.md): "favorpp_learned" of width 64 after 900 steps
@@ -38,36 +36,28 @@ parser.add_argument("--num-features", type=int)
 parser.add_argument(
     "--window", type=int, help="exact attention to blocks of so many tokens"
 )
-parser.add_argument("--long", type=float, help="share of steps on long texts")
 parser.add_argument("--trainable", default="maps", help="as in `Stage`")
 parser.add_argument("--save", type=pathlib.Path, help="folder for the trained maps")
 parser.add_argument("--load", help="maps to evaluate, as in `load_maps`; no training")
 parser.add_argument("--stride", type=int, default=1, help="evaluates every n-th pair")
 # Numbers of sentences and of long texts whose embeddings are compared with softmax's.
-# `most` is the number of documents of each source that long texts are from.
-parser.set_defaults(compared=(1000, 64), most=None)
-args = parse(parser, steps=4, stride=100, compared=(16, 4), most=4)
+parser.set_defaults(compared=(1000, 64))
+args = parse(parser, steps=4, stride=100, compared=(16, 4))
 
 import dataclasses
-import functools
 
-import keras
-import numpy as np
 from common import (
     controls,  # noqa: F401 (registers "one_feature")
     interchange,
-    long_documents,
     sentences,
 )
-from keras import ops
 
 import keras_rfattn
 from keras_rfattn import diagnostics
 from keras_rfattn.models.survey import survey
 from keras_rfattn.uptraining import Stage
 
-TOKENS = 64  # maximum of a training text, if texts are short
-SHORT, LONG = 32, 4  # texts in a batch
+TOKENS = 64  # maximum of a training text
 BASE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 DATA = (
     "Unlabelled sentences: training splits of STS 2012, MRPC and SST-2, STS pairs "
@@ -111,10 +101,6 @@ def uptrained(args, model, tokenizer, seed):
         for name in args.stages
     ]
     task = sentences.embedder(model, tokenizer, TOKENS)
-    if args.long is not None:
-        long = long_texts(args.data_dir, tokenizer, args.most)
-        task = with_means(model)
-        texts = functools.partial(batches, texts, long, tokenizer, args.long, seed)
     report = keras_rfattn.uptrain(
         task, texts, steps=args.steps, seed=seed, stages=stages, verbose=2
     )
@@ -129,51 +115,6 @@ def set_window(model, window):
             site.layer.options = dataclasses.replace(
                 site.layer.options, window=window, sliding=True, sinks=1
             )
-
-
-def with_means(backbone):
-    """Returns a model of hidden states and of their means over each text.
-
-    Stage "features" compares both, so that embeddings too become those of softmax.
-    """
-    inputs = {
-        name: keras.Input(x.shape[1:], dtype=x.dtype, name=name)
-        for name, x in backbone.input.items()
-    }
-    hidden = backbone(inputs)["sequence_output"]
-    real = ops.cast(inputs["padding_mask"], hidden.dtype)[..., None]
-    means = ops.sum(hidden * real, 1, keepdims=True) / ops.sum(real, 1, keepdims=True)
-    return keras.Model(inputs, {"hidden": hidden, "means": means})
-
-
-def long_texts(data, tokenizer, most):
-    """Returns training texts of up to 512 tokens, as arrays of token ids."""
-    corpus = long_documents.read(data, tokenizer, "train", most)
-    documents = [x.sentences for some in corpus for x in some if x.sentences]
-    found = [x for d in documents for x in long_documents.pieces(np.concatenate(d))]
-    return [x for x in found if len(x) >= interchange.SHORTEST - 2]
-
-
-def batches(texts, long, tokenizer, share, seed):
-    """Yields inputs of 32 sentences of similar lengths, or of four long texts.
-
-    Long texts have 256 to 512 tokens, equally many in a batch; `share` of the batches
-    hold them.
-    """
-    generator = np.random.default_rng(seed)
-    short = [np.asarray(x, "int32")[: TOKENS - 2] for x in tokenizer(texts)]
-    while True:
-        if generator.random() < share:
-            most = generator.integers(interchange.SHORTEST, interchange.LONGEST + 1)
-            chosen = generator.choice(len(long), LONG, replace=len(long) < LONG)
-            documents, unit = [long[i][: most - 2] for i in chosen], 64
-        else:
-            order = generator.choice(len(short), 8 * SHORT)
-            order = order[np.argsort([len(short[i]) for i in order])]
-            first = SHORT * generator.integers(8)
-            documents, unit = [short[i] for i in order[first : first + SHORT]], 16
-        length = -(-(max(map(len, documents)) + 2) // unit) * unit
-        yield long_documents.rows(documents, tokenizer, length)
 
 
 def training_texts(data):
