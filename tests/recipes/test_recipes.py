@@ -142,7 +142,7 @@ RUNS = {
         r"'arm': 'favorpp', [^\n]*'steps': 1, [^\n]*'agreement': \d[^\n]*\n",
     ),
     "uptrain_bert": (
-        "--data-dir data --smoke --save maps",
+        "--data-dir data --smoke --save maps --window 16",
         r"'pairs': \d+, [^\n]*'as_it_is': -?0\.\d+, [^\n]*'softmax': [^\n]*\n",
     ),
     "embed_long_documents": (
