@@ -29,6 +29,8 @@ from keras_rfattn.uptraining.weights import Teacher, only_training
 
 # Openings of the gates at which the derivative is computed.
 OPENINGS = 0.25, 0.5, 0.75, 1.0
+# Factor on the loss, without which small gradients would be 0 in float16.
+LOSS_SCALE = 4096.0
 # Attention of the heads that do not stay softmax, by the argument `others`.
 OTHERS = {
     "linear": Attention.linear,
@@ -161,6 +163,9 @@ class GatedModel(FeaturesStage):
         mixed.answers_all_heads = True
         return mixed
 
+    def compute_loss(self, *args, **kwargs):
+        return LOSS_SCALE * super().compute_loss(*args, **kwargs)
+
     def scores(self, batches, steps, verbose):
         """Returns the scores of all key/value heads, one layer after the other."""
         self.compile(GradientSum())
@@ -171,7 +176,8 @@ class GatedModel(FeaturesStage):
             rows = len(keras.tree.flatten(batch["x"])[0])
             opening = np.full((rows,), opening, "float32")
             self.train_on_batch({**batch, "opening": opening})
-        scores = -ops.convert_to_numpy(self.optimizer.sums[0]) / len(pairs)
+        sums = ops.convert_to_numpy(self.optimizer.sums[0])
+        scores = -sums / (LOSS_SCALE * len(pairs))
         if not np.all(np.isfinite(scores)):
             raise ValueError(
                 "The losses of `data` must be finite. Received: scores of heads that "
