@@ -13,8 +13,9 @@ Rows, for every size: the mean cosine of patch tokens and of the class token to 
 softmax, the correlation of saliency maps with softmax's, and the time of a pass.
 Controls have as many heads softmax, at random or as whole layers (`--heads random
 layers`), or, with the selected heads, other attention in place of linear attention.
-`--shares 0` keeps no head. Cost on one core: 3 minutes a seed for all heads, and 2 for
-each share and choice. Seen: docs/pages/results/speech_images.md.
+`--shares 0` keeps no head, and `--around-steps 0` leaves the second training out. Cost
+on one core: 3 minutes a seed for all heads and the selection, and 2 for each share and
+choice. Seen: docs/pages/results/speech_images.md.
 """
 
 import importlib.util
@@ -27,7 +28,7 @@ from common.program import make_parser, parse, tell
 parser = make_parser(
     __doc__, mechanism="favorpp_learned", num_features=64, steps=80, around_steps=40,
     rate=0.005, around_rate=0.001, crop=350, sizes=[518], seeds=[0],
-    shares=[0.2, 0.4], heads=heads.CHOICES, selected_crops=8,
+    shares=[0.2, 0.4], heads=heads.CHOICES, selected_crops=4,
 )  # fmt: skip
 parser.add_argument("--window", type=int, help="tokens with exact attention")
 parser.set_defaults(tiny=False)
@@ -93,10 +94,12 @@ def main(args):
         for share in args.shares:
             for choice in args.heads if share else ["none"]:
                 kept = heads.kept(selection, share, choice, seed) if share else {}
-                row = {"seed": seed, "share": share, "heads": choice, "kept": kept}
+                row = {"seed": seed, "share": share, "heads": choice, "kept": kept,
+                       "around": args.around_steps}  # fmt: skip
                 start = time.process_time()
                 backbone, _ = linear(args, source, args.crop, seed, kept, weights)
-                uptrain(args, backbone, train, seed, ["features"])
+                if args.around_steps:
+                    uptrain(args, backbone, train, seed, ["features"])
                 row["minutes"] = round((time.process_time() - start) / 60, 1)
                 values = backbone.encoder.get_weights()
                 for size in args.sizes:
