@@ -17,6 +17,7 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn.arguments import check_choice, check_seed, check_sizes, is_positive
+from keras_rfattn.backend import wide_dtype
 from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import in_order, linear_layers, progress
@@ -156,8 +157,14 @@ class GatedModel(FeaturesStage):
 
         def mixed(call):
             groups = call.query.shape[2] // call.key.shape[2]
-            openings = ops.cast(ops.repeat(gate, groups)[:, None], call.value.dtype)
-            return openings * call.softmax() + (1 - openings) * self.other(call)
+            # Sums of gradients of many tokens need more than half precision.
+            dtype = wide_dtype(call.value)
+            openings = ops.cast(ops.repeat(gate, groups)[:, None], dtype)
+            softmax, other = (
+                ops.cast(x, dtype) for x in (call.softmax(), self.other(call))
+            )
+            output = openings * softmax + (1 - openings) * other
+            return ops.cast(output, call.value.dtype)
 
         # Heads that are softmax already get scores too.
         mixed.answers_all_heads = True
