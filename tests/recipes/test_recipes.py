@@ -126,8 +126,9 @@ RUNS = {
         r"{'test': 'passkey', [^\n]*'bytes': \d[^\n]*'accuracy': \d[^\n]*\n",
     ),
     "uptrain_dinov2": (
-        "--smoke --controls --window 2",
-        r"'model': 'window alone', [^\n]*'saliency': -?\d[^\n]*\n",
+        "--smoke --window 2",
+        r"key/value heads stay softmax.*'model': 'window alone', [^\n]*'share': 0\.5, "
+        r".*'heads': 'layers', [^\n]*'saliency': -?\d[^\n]*\n",
     ),
     "uptrain_gpt2": (
         "--data-dir data --smoke --mechanisms 'favorpp_learned + local'",

@@ -73,6 +73,23 @@ def test_scores_add_up_to_what_softmax_removes_from_the_loss(other, monkeypatch)
     h.assert_close(scores.sum(), h.to_numpy(loss), 0.02)
 
 
+@pytest.mark.parametrize(
+    "dtype", ["mixed_float16", pytest.param("mixed_bfloat16", marks=ONE_BACKEND)]
+)
+def test_mixed_precision_has_the_scores_of_float32(dtype):
+    scores = []
+    for policy in ("float32", dtype):
+        model = m.linear_model("favorplus", dtype=policy, **FEATURES)
+        for i in range(2):
+            # Attention of so little effect has gradients too small for float16.
+            kernel = model.get_layer(f"attention_{i}")._output_dense.kernel
+            kernel.assign(0.005 * kernel)
+        selection = select(model, m.tokens(256), batch_size=256, steps=1)
+        scores.append(np.array(list(selection.scores.values())))
+    np.testing.assert_allclose(*scores, atol=1.0)
+    assert np.min(scores) > 5
+
+
 @pytest.mark.once
 def test_weights_of_tokens_choose_what_is_compared():
     model = m.linear_model("favorplus", causal=True, **FEATURES)
