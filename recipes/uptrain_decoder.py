@@ -231,7 +231,7 @@ def trained_around(args, model, encode, seed):
     texts, offset = [ids for ids in texts if len(ids) > args.around_tokens], [0]
 
     def batches():
-        """Yields rows of text; every `recall_every`-th one asks for a detail instead."""
+        """Yields rows of text; every `recall_every`-th asks for a detail instead."""
         generator, length = np.random.default_rng(seed), args.around_tokens
         for step in range(args.around_steps):
             # About half of the rows begin at position 0.
