@@ -55,12 +55,12 @@ GROUND = "arguments"
 # The most lines that each part may have. A commit that needs more raises its bar here,
 # and says which row of a results page pays for it.
 LINES = {
-    "core": 14_960,
+    "core": 15_000,
     "backend": 870,
     "ops": 2_820,
     "feature_maps": 1_690,
     "models": 3_330,
-    "uptraining": 1_930,
+    "uptraining": 1_950,
     "maps": 540,
     "papers": 3_200,
     "experimental": 2_500,

@@ -39,7 +39,7 @@ def read(folder):
         arrays = load(data)
         if not all(np.all(np.isfinite(x)) for x in arrays.values()):
             raise ValueError("weights are NaN or infinite")
-    except (KeyError, OSError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise ValueError(damage(folder, error)) from error
     return manifest, arrays
 
