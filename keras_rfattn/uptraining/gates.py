@@ -17,7 +17,6 @@ import numpy as np
 from keras import ops
 
 from keras_rfattn.arguments import check_choice, check_seed, check_sizes, is_positive
-from keras_rfattn.backend import wide_dtype
 from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.checks import check_model, title
 from keras_rfattn.layers.recording import in_order, linear_layers, progress
@@ -157,12 +156,10 @@ class GatedModel(FeaturesStage):
 
         def mixed(call):
             groups = call.query.shape[2] // call.key.shape[2]
-            # Sums of gradients of many tokens need more than half precision.
-            dtype = wide_dtype(call.value)
-            openings = ops.cast(ops.repeat(gate, groups)[:, None], dtype)
-            softmax, other = (
-                ops.cast(x, dtype) for x in (call.softmax(), self.other(call))
-            )
+            # Half precision cannot sum the gradients of many tokens.
+            openings = ops.repeat(gate, groups)[:, None]
+            softmax = ops.cast(call.softmax(), openings.dtype)
+            other = ops.cast(self.other(call), openings.dtype)
             output = openings * softmax + (1 - openings) * other
             return ops.cast(output, call.value.dtype)
 
