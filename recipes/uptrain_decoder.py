@@ -304,10 +304,11 @@ def by_position(args, model, encode, row):
 
 def recall_test(args, encode, test, length):
     """Returns the examples of a test of recall."""
+    depths = np.linspace(0, 1, args.examples)
     if test == "passkey":
-        return passkey(encode, length, args.examples)
+        return passkey(encode, length, depths)
     essay = "\n".join(speeches(args)[1]) or wikitext(args, "test")
-    return needle(encode, length, args.examples, kind=int(test[-1]), text=essay)
+    return needle(encode, length, depths, kind=int(test[-1]), text=essay)
 
 
 def save(args, model, report, row):

@@ -1,10 +1,10 @@
-"""Rows of tokens whose ends ask for a detail far before: `recall_rows`.
+"""Rows of tokens that state a detail early and ask for it at the end: `recall_rows`.
 
 A row hides a detail among sentences that fill a text to a number of tokens, and asks
 for it at the end: a pass key ("Landmark Attention", Mohtashami and Jaggi, 2023) or a
 needle (RULER, Hsieh et al., 2024). An example is `(prompt, answer)`, two arrays of
-tokens with at most `length` together; the details of several examples stand at evenly
-spaced places.
+tokens with at most `length` together. Its depth is the place of the detail, from 0 at
+the beginning of the sentences to 1 at their end.
 """
 
 import re
@@ -32,6 +32,8 @@ NEEDLE_AFTER = (
     "\nWhat is the special magic {value} for {key} mentioned in the provided text? "
     "The special magic {value} for {key} mentioned in the provided text is"
 )
+# Later details would stand inside a window, where attention is exact.
+DEEPEST = 0.8
 # Keys of needles are an adjective and a noun.
 ADJECTIVES = (
     "able big blue brave bright calm clean clever cold dark deep dry early fair fast "
@@ -49,15 +51,16 @@ NOUNS = (
 def recall_rows(encode: Callable, length: int, count: int, seed: int = 0):
     """Makes rows that hide a pass key or a number, and mark the tokens that name it.
 
-    The rows are alternately those of `passkey` and of `needle`. They are data for
-    `select_heads(..., answers=...)` and for `uptrain`.
+    Rows with a pass key, which is stated twice, and rows with a number for a key of
+    two words alternate. The details stand at random places in the first four fifths
+    of a row. The rows are data for `select_heads(..., answers=...)` and for `uptrain`.
 
     Args:
         encode: A function from a text to its tokens, without special tokens, such as
             the `tokenizer` of a KerasHub preprocessor.
         length: Number of tokens of each row, padding on the right included.
         count: Number of rows.
-        seed: Non-negative integer; other seeds hide other details.
+        seed: Non-negative integer that chooses the details and their places.
 
     Returns:
         `(x, y, sample_weight)`. x is a dict of `token_ids` and `padding_mask`, both of
@@ -74,10 +77,10 @@ def recall_rows(encode: Callable, length: int, count: int, seed: int = 0):
     def tokens(text):
         return np.asarray(encode(text)).tolist()
 
-    half = -(-count // 2)
+    depths = np.random.default_rng([seed, 1]).uniform(0, DEEPEST, (2, -(-count // 2)))
     pairs = zip(
-        passkey(tokens, length, half, seed),
-        needle(tokens, length, half, seed),
+        passkey(tokens, length, depths[0], seed),
+        needle(tokens, length, depths[1], seed),
         strict=True,
     )
     examples = [example for pair in pairs for example in pair][:count]
@@ -91,7 +94,7 @@ def recall_rows(encode: Callable, length: int, count: int, seed: int = 0):
     return x, None, weight.astype("float32")
 
 
-def passkey(encode, length, count, seed=0):
+def passkey(encode, length, depths, seed=0):
     """Returns examples that hide a pass key of five digits among repeated sentences."""
 
     def hide(generator):
@@ -99,10 +102,10 @@ def passkey(encode, length, count, seed=0):
         hidden = f"The pass key is {key}. Remember it. {key} is the pass key."
         return PASSKEY_BEFORE, hidden, PASSKEY_AFTER, f" {key}"
 
-    return _examples(hide, [NOISE], " ", encode, length, count, seed)
+    return _examples(hide, [NOISE], " ", encode, length, depths, seed)
 
 
-def needle(encode, length, count, seed=0, kind=1, text=None):
+def needle(encode, length, depths, seed=0, kind=1, text=None):
     """Returns examples that hide one value: S-NIAH-1, 2 or 3, by `kind`."""
     # 1 hides a number of seven digits among repeated sentences, 2 in an essay `text`
     # from a random sentence on, and 3 a UUID there.
@@ -118,16 +121,16 @@ def needle(encode, length, count, seed=0, kind=1, text=None):
         return before, hidden, NEEDLE_AFTER.format(value=name, key=key), f" {value}"
 
     if kind == 1:
-        return _examples(hide, [NOISE], "\n", encode, length, count, seed)
+        return _examples(hide, [NOISE], "\n", encode, length, depths, seed)
     parts = re.split(r"(?<=[.!?])\s+|\n+", text)
     sentences = [part.strip() for part in parts if part.strip()]
-    return _examples(hide, sentences, " ", encode, length, count, seed)
+    return _examples(hide, sentences, " ", encode, length, depths, seed)
 
 
-def _examples(hide, sentences, joint, encode, length, count, seed):
-    """Returns examples with as many sentences as fit, at least one."""
+def _examples(hide, sentences, joint, encode, length, depths, seed):
+    """Returns an example for each depth, with as many sentences as fit."""
     generator, examples = np.random.default_rng(seed), []
-    for depth in np.linspace(0, 1, count):
+    for depth in depths:
         start = int(generator.integers(len(sentences)))
         before, hidden, after, answer = hide(generator)
 

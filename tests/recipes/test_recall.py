@@ -37,7 +37,7 @@ def text_of(ids):
 @pytest.mark.parametrize("name", TESTS)
 def test_answers_are_in_prompts_that_fill_the_length(name):
     make, options, pattern = TESTS[name]
-    examples = make(characters, 1500, 3, seed=1, **options)
+    examples = make(characters, 1500, [0, 0.5, 1], seed=1, **options)
     places = []
     for prompt, answer in examples:
         found = re.search(pattern, text_of(prompt))
@@ -47,10 +47,10 @@ def test_answers_are_in_prompts_that_fill_the_length(name):
         places.append(found.start() / len(prompt))
     assert places[0] < 0.3 < places[1] < 0.7 < places[2]
     assert len({text_of(answer) for _, answer in examples}) == 3
-    again = make(characters, 1500, 3, seed=1, **options)
+    again = make(characters, 1500, [0, 0.5, 1], seed=1, **options)
     assert text_of(again[2][0]) == text_of(examples[2][0])
     with pytest.raises(ValueError, match="`length` must be at least"):
-        make(characters, 100, 1, **options)
+        make(characters, 100, [0], **options)
 
 
 @pytest.fixture(scope="module")

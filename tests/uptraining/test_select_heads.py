@@ -176,6 +176,17 @@ def test_rows_of_recall_mark_their_answers():
 
 
 @pytest.mark.once
+def test_details_of_recall_stand_at_all_depths():
+    places = []
+    for seed in range(12):
+        x, _, marks = recall_rows(lambda text: list(text.encode()), 3000, 2, seed)
+        for row, mark in zip(x["token_ids"], marks, strict=True):
+            answer = bytes(row[np.flatnonzero(mark) + 1].tolist()).strip()
+            places.append(bytes(row.tolist()).index(answer) / len(row))
+    assert min(places) < 0.25 and max(places) < 0.85 and np.std(places) > 0.15
+
+
+@pytest.mark.once
 @pytest.mark.parametrize(
     "arguments, message",
     [
