@@ -42,7 +42,7 @@ parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanism="favorpp_learned", num_features=64,
     window=240, sinks=4, steps=200, feature_steps=60, tokens=1024, feature_tokens=512,
     around_steps=48, around_tokens=2048, recall_every=3, offsets=0, seeds=[0],
-    shares=[0.1, 0.2, 0.3], heads=heads.CHOICES, selected_tokens=512, selected_rows=4,
+    shares=[0.1, 0.2, 0.3], heads=heads.CHOICES, selected_tokens=1024, selected_rows=4,
     tests=TESTS, lengths=[512, 2048], tested=2048, rows=10, examples=24,
 )  # fmt: skip
 parser.add_argument("--preset", help="of KerasHub; SmolLM2 by default")
