@@ -5,6 +5,9 @@ import numpy as np
 import pytest
 
 import keras_rfattn
+from keras_rfattn.layers.recording import linear_layers
+from keras_rfattn.maps.folder import read
+from keras_rfattn.maps.shipped import ROOT
 from tests.helpers import assert_same, to_numpy
 from tests.maps.test_maps import output, train, trained, two_layers
 
@@ -139,7 +142,10 @@ def test_a_shipped_set_names_the_measure_of_its_quality():
     ]
 
 
-def test_shipped_maps_of_a_decoder():
+@pytest.mark.parametrize(
+    "name, heads", [("smollm2_heads_20", 18), ("smollm2_heads_30", 27)]
+)
+def test_shipped_maps_of_a_decoder(name, heads):
     # The checkpoint is no test dependency, so that this one has its shapes alone.
     keras.utils.set_random_seed(0)
     model = keras_hub.models.Llama3Backbone(
@@ -150,13 +156,16 @@ def test_shipped_maps_of_a_decoder():
     assert not keras_rfattn.pretrained_maps(model)
     with pytest.raises(TypeError, match="must be a Keras"):
         keras_rfattn.pretrained_maps("smollm2")
-    name = "smollm2_heads_20"
+    manifest, _ = read(ROOT / name)
+    assert manifest["base"]["limits"]["matrices"] == 0.15, "rounded to 4 bits"
     with pytest.raises(ValueError, match="must have the weights with which"):
         keras_rfattn.load_maps(model, name)
     assert not keras_rfattn.describe_attention(model).replaced
     keras_rfattn.load_maps(model, name, base="any")
     rows = keras_rfattn.describe_attention(model).replaced
     assert len(rows) == 30 and all("trained" in x.note for x in rows)
+    kept = [x.options.softmax_heads for x in linear_layers(model)]
+    assert sum(map(len, kept)) == heads
     tokens = np.arange(12, dtype="int32")[None]
     output = model({"token_ids": tokens, "padding_mask": np.ones_like(tokens)})
     assert np.all(np.isfinite(to_numpy(output)))
