@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.recipes.test_recipes import ROOT
+from tests.recipes.test_recipes import ROOT, forgotten
 
 pytestmark = pytest.mark.once
 
@@ -11,9 +11,10 @@ pytestmark = pytest.mark.once
 @pytest.fixture
 def interchange(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "recipes")
-    from common import interchange
+    with forgotten():
+        from common import interchange
 
-    return interchange
+        yield interchange
 
 
 def unit(x):

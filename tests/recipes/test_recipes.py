@@ -1,5 +1,6 @@
 """Every recipe runs to its end on little data; asking for help imports little."""
 
+import contextlib
 import importlib.util
 import pathlib
 import re
@@ -272,6 +273,20 @@ def test_every_recipe_has_a_run_in_a_minute():
     assert [name for name, (flags, _) in RUNS.items() if "--smoke" not in flags] == []
 
 
+@contextlib.contextmanager
+def forgotten():
+    """Forgets afterwards the modules and the maps, controls, that recipes share."""
+    loaded, maps = set(sys.modules), dict(feature_maps.FEATURE_MAPS)
+    try:
+        yield
+    finally:
+        feature_maps.FEATURE_MAPS.clear()
+        feature_maps.FEATURE_MAPS.update(maps)
+        for module in set(sys.modules) - loaded:
+            if module.split(".")[0] == "common":
+                del sys.modules[module]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "name",
@@ -297,17 +312,8 @@ def test_recipe_runs_to_its_end(name, folder, small_checkpoint, monkeypatch, cap
     monkeypatch.syspath_prepend(program.parent)
     monkeypatch.setattr(sys, "argv", [str(program), *shlex.split(RUNS[name][0])])
     monkeypatch.chdir(folder)
-    loaded, maps = set(sys.modules), dict(feature_maps.FEATURE_MAPS)
-    try:
-        with warnings.catch_warnings():
-            runpy.run_path(str(program), run_name="__main__")
-    finally:
-        # Some recipes register a map, which is a control.
-        feature_maps.FEATURE_MAPS.clear()
-        feature_maps.FEATURE_MAPS.update(maps)
-        for module in set(sys.modules) - loaded:
-            if module.split(".")[0] == "common":
-                del sys.modules[module]
+    with forgotten(), warnings.catch_warnings():
+        runpy.run_path(str(program), run_name="__main__")
     check_ending(name, capsys.readouterr().out, folder)
 
 
