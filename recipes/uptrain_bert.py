@@ -44,17 +44,15 @@ parser.add_argument("--stride", type=int, default=1, help="evaluates every n-th 
 parser.set_defaults(compared=(1000, 64))
 args = parse(parser, steps=4, stride=100, compared=(16, 4))
 
-import dataclasses
-
 from common import (
     controls,  # noqa: F401 (registers "one_feature")
     interchange,
+    options,
     sentences,
 )
 
 import keras_rfattn
 from keras_rfattn import diagnostics
-from keras_rfattn.models.survey import survey
 from keras_rfattn.uptraining import Stage
 
 TOKENS = 64  # maximum of a training text
@@ -75,7 +73,7 @@ def main(args):
         wanted = interchange.embedded(model, tokenizer, documents)
         if args.load:
             keras_rfattn.load_maps(model, args.load)
-            set_window(model, args.window)
+            change_window(args, model)
         else:
             report = uptrained(args, model, tokenizer, seed)
             row["error"] = report.after
@@ -92,7 +90,7 @@ def uptrained(args, model, tokenizer, seed):
     keras_rfattn.replace_attention(
         model, args.mechanism, num_features=args.num_features, seed=seed
     )
-    set_window(model, args.window)
+    change_window(args, model)
     texts = sentences.without_texts(
         training_texts(args.data_dir), evaluated_texts(args.data_dir)
     )
@@ -108,13 +106,10 @@ def uptrained(args, model, tokenizer, seed):
     return report
 
 
-def set_window(model, window):
+def change_window(args, model):
     """Makes attention exact near each token, and to the mark of the text's start."""
-    for site in survey(model):
-        if window is not None and site.is_linear:
-            site.layer.options = dataclasses.replace(
-                site.layer.options, window=window, sliding=True, sinks=1
-            )
+    if args.window is not None:
+        options.change(model, window=args.window, sliding=True, sinks=1)
 
 
 def training_texts(data):

@@ -26,7 +26,6 @@ Seen: docs/pages/results/decoders.md.
 """
 
 import contextlib
-import dataclasses
 import importlib.util
 import itertools
 import pathlib
@@ -65,7 +64,7 @@ import keras
 import keras_hub
 import numpy as np
 import tokenizers
-from common import recall
+from common import options, recall
 
 import keras_rfattn
 from keras_rfattn.layers.attention import Attention
@@ -101,7 +100,7 @@ def evaluate(args, share, choice, seed):
             keras_rfattn.load_maps(model, args.load)
         else:
             report = trained(args, model, encode, seed)
-        set_window(model, args.window)
+        options.change(model, window=args.window)
         if share > 0:
             selection = selected(args, model, encode, seed)
             kept = heads.kept(selection, share, choice, seed)
@@ -179,14 +178,6 @@ def linear(args, model, seed, mechanism, num_features):
         model, mechanism, num_features=num_features, window=MAPS_WINDOW, sliding=True,
         sinks=args.sinks, seed=seed,
     )  # fmt: skip
-
-
-def set_window(model, window):
-    """Changes the window of linear layers, which their maps do not depend on."""
-    for site in survey(model):
-        if site.is_linear:
-            options = dataclasses.replace(site.layer.options, window=window)
-            site.layer.options = options
 
 
 def trained(args, model, encode, seed):

@@ -65,7 +65,7 @@ TEST = {
     "skimage": ("data", "chelsea.png", "coffee.png", "rocket.jpg"),
     "sklearn": ("datasets/images", "china.jpg"),
 }
-# What the heads that are not softmax compute.
+# Attention of the heads that are not softmax.
 OTHERS = {
     "uptrained": Attention.linear,
     "window alone": Attention.window_alone,

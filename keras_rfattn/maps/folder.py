@@ -30,8 +30,10 @@ def read(folder):
 
     try:
         manifest = json.loads(pathlib.Path(folder, MANIFEST).read_text("utf-8"))
-        # Sets that ship with the package may share a file of weights.
-        data = pathlib.Path(folder, manifest.get("weights", WEIGHTS)).read_bytes()
+        place = pathlib.Path(folder)
+        if "weights_of" in manifest:  # shipped sets share those of a folder beside
+            place = place.parent / pathlib.Path(manifest["weights_of"]).name
+        data = (place / WEIGHTS).read_bytes()
         if manifest["format"] > FORMAT:
             raise ValueError(f"format {manifest['format']}: use a newer keras_rfattn")
         if manifest["checksum"] != _checksum(manifest, data):
