@@ -133,6 +133,28 @@ DEEP = {"gemma3": {"num_layers": 12}, "gpt_oss": {"num_layers": 4}}
 
 
 @slow_on_jax
+@pytest.mark.parametrize("name", ALL_DECODERS)
+def test_heads_are_selected_among_global_layers(name):
+    model, inputs = softmax(name, **DEEP.get(name, {}))
+    before = families.outputs(model, inputs)
+    replace(model, name)
+    rows = keras_rfattn.describe_attention(model).rows
+    linear = [x.path for x in rows if x.mechanism == "favorpp"]
+    selection = keras_rfattn.select_heads(model, inputs, 0.5, steps=2, verbose=0)
+    assert list(selection.scores) == linear
+    assert all(np.ptp(scores) > 0 for scores in selection.scores.values())
+    keras_rfattn.restore_attention(model, include=selection)
+    # The other heads as well: the checkpoint is exact again, sinks and windows too.
+    rest = {k: range(len(x)) for k, x in selection.scores.items()}
+    changed = families.outputs(model, inputs)
+    keras_rfattn.restore_attention(model, include=rest)
+    real = inputs["padding_mask"] > 0
+    for a, b, c in zip(families.outputs(model, inputs), before, changed, strict=True):
+        assert_near(a[real], b[real], 1e-5)
+        assert np.abs(c[real] - b[real]).max() > 1e-4 * np.abs(b[real]).max()
+
+
+@slow_on_jax
 @pytest.mark.parametrize("name", first(DEEP))
 def test_rows_of_a_batch_are_those_alone(name):
     model = replace(softmax(name, **DEEP[name])[0], name)
