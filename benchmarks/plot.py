@@ -20,9 +20,6 @@ MEASURED = ("ms", "least", "times as fast", "ours times as fast", "share of matm
             "bytes", "share of bytes", "commit", "others GB", "GB accessed",
             "seconds to compile", "tera-operations", "weights GB", "refused",
             "score", "by quarter", "command", "title", "passage", "party")  # fmt: skip
-# Shapes of `models.py` with MiniLM's shape.
-LENGTHS = ("8 × 64", "8 × 128", "2 × 512", "1 × 2048")
-MARKERS = "os^D"
 # Plots rows with blocks of this many tokens, and the rows of softmax.
 TPU_BLOCK = 512
 
@@ -95,42 +92,37 @@ def memory():
 
 
 def quality():
-    """Plots the quality of the shipped maps of MiniLM against time, by length."""
+    """Plots the quality of the shipped maps of MiniLM, and their speed by length."""
     shipped = pathlib.Path(__file__).parents[1] / "keras_rfattn" / "maps" / "shipped"
-    shares, labels, control = {"softmax": 1.0}, {"softmax": "softmax"}, None
+    scores = {"softmax": 1.0}
     for file in sorted(shipped.glob("minilm_*/maps.json")):
         manifest = json.loads(file.read_text())
         metrics, (first, *_) = manifest["metrics"], manifest["layers"]
-        vectors = first["feature_map"]["config"]["num_features"]
-        name = f"{first['mechanism']} {vectors}"
-        shares[name] = metrics["share_of_softmax"]
-        # A hedgehog has two features for each of its vectors.
-        labels[name] = (
-            f"{first['mechanism']}, {file.parent.name.split('_')[-1]} features"
-        )
+        name = f"{first['mechanism']} {first['feature_map']['config']['num_features']}"
+        scores[name] = metrics["share_of_softmax"]
         control = metrics["control_zero_attention"] / metrics["softmax"]
+    picture, (above, below) = figure(4, 2)
+    bars = [*scores.items(), ("no attention", control)]
+    for i, (name, score) in enumerate(reversed(bars)):
+        color = COLORS.get(name.split()[0], COLORS["control"])
+        above.barh(i, score, color=color)
+        above.text(score - 0.01, i, f"{score:.3f}", color="w", ha="right", va="center")
+    # A hedgehog has two features for each of its vectors: both sets have 64 features.
+    names = [name.removesuffix(" 32").removesuffix(" 64") for name, _ in bars]
+    above.set_yticks(range(len(bars)), reversed(names))
+    above.set(xlim=(0, 1.02))
+    above.set_title("quality relative to softmax: rank correlation, STS")
     wanted = {"model": "bert", "training": False, "dropout": 0.0}
     found = map(tokens_of, rows("models", backend="jax", **wanted))
-    picture, (axes,) = figure(3.8)
-    for name, (_, ms) in curves(found, "mechanism", "tokens", "ms").items():
-        if name in shares:
-            color = COLORS[name.split()[0]]
-            axes.plot(ms, [shares[name]] * len(ms), color=color, label=labels[name])
-            for x, marker in zip(ms, MARKERS, strict=True):
-                axes.plot(x, shares[name], marker, color=color)
-    axes.axhline(
-        control, color=COLORS["control"], ls="--", label="control: zero attention"
-    )
-    for length, marker in zip(LENGTHS, MARKERS, strict=True):
-        axes.plot([], [], marker, color=COLORS["control"], label=f"{length} tokens")
-    axes.set(xscale="log", ylim=(0.88, 1.01))
-    axes.set_xticks(
-        [200, 500, 1000, 2000, 4000], ["200", "500", "1000", "2000", "4000"]
-    )
-    axes.minorticks_off()
-    axes.set_xlabel("ms, forward pass of MiniLM (JAX, one core)")
-    axes.set_ylabel("quality relative to softmax, STS")
-    legend(picture, axes)
+    # Each row has the ratio of two times of one run.
+    for name, points in curves(found, "mechanism", "tokens", "times as fast").items():
+        if name in scores:
+            label, *_ = name.split()
+            below.plot(*points, "o-", color=COLORS[label], label=label)
+    below.set_title("speed relative to softmax: JAX, one CPU thread")
+    below.set(xlabel="tokens of a sequence", ylim=(0, None))
+    token_ticks(below, [64, 128, 512, 2048])
+    legend(picture, below, columns=3)
     return picture
 
 
