@@ -10,7 +10,8 @@ Rows also tell whether embeddings can take the place of softmax's
     python recipes/uptrain_bert.py --data-dir DIR --mechanism favorpp_learned \
         --num-features 64 --steps 900
 
-DIR holds sts/, mrpc/, sst2/ and wikitext2/ (formats: common/sentences.py). Controls are
+DIR holds sts/, mrpc/, sst2/ and wikitext2/ (formats: common/sentences.py). `--long`
+trains on texts of up to 512 tokens too (common/long_documents.py). Controls are
 softmax, zero attention, the mean of V, and `--mechanism one_feature`, trained in the
 same way: its weights do not depend on the query.
 
@@ -36,17 +37,23 @@ parser.add_argument("--num-features", type=int)
 parser.add_argument(
     "--window", type=int, help="exact attention to blocks of so many tokens"
 )
+parser.add_argument("--long", type=float, help="share of the steps on long texts")
 parser.add_argument("--trainable", default="maps", help="as in `Stage`")
 parser.add_argument("--save", type=pathlib.Path, help="folder for the trained maps")
 parser.add_argument("--load", help="maps to evaluate, as in `load_maps`; no training")
 parser.add_argument("--stride", type=int, default=1, help="evaluates every n-th pair")
 # Numbers of sentences and of long texts whose embeddings are compared with softmax's.
-parser.set_defaults(compared=(1000, 64))
-args = parse(parser, steps=4, stride=100, compared=(16, 4))
+# Of each source, the long texts of the training are from `most` documents.
+parser.set_defaults(compared=(1000, 64), most=None)
+args = parse(parser, steps=4, stride=100, compared=(16, 4), most=4)
 
+import functools
+
+import numpy as np
 from common import (
     controls,  # noqa: F401 (registers "one_feature")
     interchange,
+    long_documents,
     options,
     sentences,
 )
@@ -55,7 +62,8 @@ import keras_rfattn
 from keras_rfattn import diagnostics
 from keras_rfattn.uptraining import Stage
 
-TOKENS = 64  # maximum of a training text
+TOKENS = 64  # maximum of a short text of the training
+SHORT, LONG = 32, 4  # texts of a batch
 BASE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 DATA = (
     "Unlabelled sentences: training splits of STS 2012, MRPC and SST-2, STS pairs "
@@ -99,11 +107,40 @@ def uptrained(args, model, tokenizer, seed):
         for name in args.stages
     ]
     task = sentences.embedder(model, tokenizer, TOKENS)
+    if args.long:
+        long, task = long_texts(args, tokenizer), model
+        texts = functools.partial(batches, texts, long, tokenizer, args.long, seed)
     report = keras_rfattn.uptrain(
         task, texts, steps=args.steps, seed=seed, stages=stages, verbose=2
     )
     print(report, flush=True)
     return report
+
+
+def long_texts(args, tokenizer):
+    """Returns training texts of 254 to 510 tokens, as arrays of token ids."""
+    corpus = long_documents.read(args.data_dir, tokenizer, "train", args.most)
+    documents = [x.sentences for some in corpus for x in some if x.sentences]
+    found = [x for d in documents for x in long_documents.pieces(np.concatenate(d))]
+    return [x for x in found if len(x) >= interchange.SHORTEST - 2]
+
+
+def batches(texts, long, tokenizer, share, seed):
+    """Yields inputs of 32 short texts of similar lengths, or of four long ones."""
+    generator = np.random.default_rng(seed)
+    short = [np.asarray(x, "int32")[: TOKENS - 2] for x in tokenizer(texts)]
+    while True:
+        if generator.random() < share:
+            most = generator.integers(interchange.SHORTEST, interchange.LONGEST + 1)
+            chosen = generator.choice(len(long), LONG, replace=len(long) < LONG)
+            yield long_documents.rows([long[i][: most - 2] for i in chosen], tokenizer)
+        else:
+            order = generator.choice(len(short), 8 * SHORT)
+            order = order[np.argsort([len(short[i]) for i in order])]
+            first = SHORT * generator.integers(8)
+            chosen = order[first : first + SHORT]
+            length = -(-(len(short[chosen[-1]]) + 2) // 16) * 16
+            yield long_documents.rows([short[i] for i in chosen], tokenizer, length)
 
 
 def change_window(args, model):

@@ -175,14 +175,14 @@ class GatedModel(FeaturesStage):
         """Returns the scores of all key/value heads, one layer after the other."""
         self.compile(GradientSum())
         self.optimizer.build([self.gates])
-        pairs = [(step, x) for step in range(steps) for x in OPENINGS]
-        for step, opening in progress(pairs, verbose):
+        for step in progress(range(steps), verbose):
             batch = batches.weighted(step)
             rows = len(keras.tree.flatten(batch["x"])[0])
-            opening = np.full((rows,), opening, "float32")
-            self.train_on_batch({**batch, "opening": opening})
+            for opening in OPENINGS:
+                opening = np.full((rows,), opening, "float32")
+                self.train_on_batch({**batch, "opening": opening})
         sums = ops.convert_to_numpy(self.optimizer.sums[0])
-        scores = -sums / (LOSS_SCALE * len(pairs))
+        scores = -sums / (LOSS_SCALE * steps * len(OPENINGS))
         if not np.all(np.isfinite(scores)):
             raise ValueError(
                 "The losses of `data` must be finite. Received: scores of heads that "

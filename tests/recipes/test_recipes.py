@@ -144,7 +144,7 @@ RUNS = {
         r"'arm': 'favorpp', [^\n]*'steps': 1, [^\n]*'agreement': \d[^\n]*\n",
     ),
     "uptrain_bert": (
-        "--data-dir data --smoke --save maps --window 16",
+        "--data-dir data --smoke --save maps --window 16 --long 0.5",
         r"'pairs': \d+, [^\n]*'as_it_is': -?0\.\d+, [^\n]*'softmax': [^\n]*\n",
     ),
     "embed_long_documents": (

@@ -134,6 +134,19 @@ def test_a_selection_is_what_replacing_and_restoring_take():
     assert np.max(np.abs(difference)) > 1e-4
 
 
+def test_scores_are_means_over_any_number_of_steps():
+    # The first batches are kept, and those beyond them are read once.
+    model = m.linear_model("favorplus", **FEATURES)
+    batches = [m.tokens()[i : i + 8] for i in (0, 8)]
+    few, many = (
+        select(model, lambda: iter(batches * 4), steps=steps) for steps in (2, 8)
+    )
+    for name, scores in few.scores.items():
+        h.assert_close(np.array(many.scores[name]), np.array(scores), 1e-4)
+    one = select(model, lambda: iter(batches), steps=1)
+    assert few.scores != one.scores
+
+
 @pytest.mark.once
 def test_heads_are_added_to_those_that_are_softmax():
     model = m.linear_model("favorplus", softmax_heads=[1], **FEATURES)
