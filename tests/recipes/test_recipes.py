@@ -53,11 +53,6 @@ RUNS = {
         "--smoke --seeds 0",
         r"'set': 's4', 'm': 200, 'method': 'trig', [^\n]*\"the paper's\": '15-67'}\n",
     ),
-    "compare_widths": (
-        "--smoke",
-        r"{'attention': 16, [^\n]*\n{'attention': 'no attention', "
-        r"'parameters': 4618, 'accuracy': \d[^\n]*\n",
-    ),
     "compare_kernel_variance": (
         "--smoke",
         r"{'pairs': 'standardized', 'sigma': 1.0, 'OPRF below PosRF': \d[^\n]*\n",
