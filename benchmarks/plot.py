@@ -135,9 +135,9 @@ def decoders():
     for text, color in (("wikitext2", "tab:blue"), ("sotu", "tab:cyan")):
         by_memory = memory_of([x for x in found if x.get("text") == text], "whole")
         (softmax,) = by_memory[1]
-        values = [[100 * (y / softmax - 1) for y in some] for some in by_memory.values()]
+        more = [[100 * (y / softmax - 1) for y in x] for x in by_memory.values()]
         label = {"wikitext2": "WikiText-2", "sotu": "messages"}[text]
-        band(quality, list(by_memory), values, label, color)
+        band(quality, list(by_memory), more, label, color)
     quality.set(ylabel="perplexity, % more")
     quality.set_title("with some heads softmax, relative to all")
     for test, color in (("passkey", "tab:red"), ("needle 1", "tab:orange")):
@@ -148,12 +148,12 @@ def decoders():
     answers.set(ylabel="right answers", ylim=(0, 1.05))
     answers.set_xlabel("memory of a sequence of 8192 tokens, relative to softmax")
     times = rows("decoding", backend="jax", model="smollm2")
-    labels = {18: "18 of 90 heads softmax", 27: "27 of 90"}
+    labels = {None: "softmax", 27: "27 of 90", 18: "18 of 90 heads softmax"}
+    colors = {None: "black", 27: "tab:green", 18: "tab:blue"}
     for name, points in curves(times, "mechanism", "context", "ms").items():
         heads = int(name.split()[-1]) if "window 240" in name else None
-        if name == "softmax" or heads in labels:
-            color = "black" if heads is None else {18: "tab:blue", 27: "tab:green"}[heads]
-            time.plot(*points, "o-", color=color, label=labels.get(heads, "softmax"))
+        if name == "softmax" or heads is not None:
+            time.plot(*points, "o-", color=colors[heads], label=labels[heads])
     time.set(xlabel="tokens before it", ylabel="ms per token (JAX)", ylim=(0, None))
     time.set_xticks([2048, 8192], ["2,048", "8,192"])
     for axes in (quality, answers, time):
