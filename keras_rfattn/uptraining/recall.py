@@ -32,8 +32,6 @@ NEEDLE_AFTER = (
     "\nWhat is the special magic {value} for {key} mentioned in the provided text? "
     "The special magic {value} for {key} mentioned in the provided text is"
 )
-# Later details would stand inside a window, where attention is exact.
-DEEPEST = 0.8
 # Keys of needles are an adjective and a noun.
 ADJECTIVES = (
     "able big blue brave bright calm clean clever cold dark deep dry early fair fast "
@@ -52,8 +50,8 @@ def recall_rows(encode: Callable, length: int, count: int, seed: int = 0):
     """Makes rows that hide a pass key or a number, and mark the tokens that name it.
 
     Rows with a pass key, which is stated twice, and rows with a number for a key of
-    two words alternate. The details stand at random places in the first four fifths
-    of a row. The rows are data for `select_heads(..., answers=...)` and for `uptrain`.
+    two words alternate. The details stand at random places of a row. The rows are data
+    for `select_heads(..., answers=...)` and for `uptrain`.
 
     Args:
         encode: A function from a text to its tokens, without special tokens, such as
@@ -77,7 +75,7 @@ def recall_rows(encode: Callable, length: int, count: int, seed: int = 0):
     def tokens(text):
         return np.asarray(encode(text)).tolist()
 
-    depths = np.random.default_rng([seed, 1]).uniform(0, DEEPEST, (2, -(-count // 2)))
+    depths = np.random.default_rng([seed, 1]).uniform(size=(2, -(-count // 2)))
     pairs = zip(
         passkey(tokens, length, depths[0], seed),
         needle(tokens, length, depths[1], seed),

@@ -196,7 +196,7 @@ def test_details_of_recall_stand_at_all_depths():
         for row, mark in zip(x["token_ids"], marks, strict=True):
             answer = bytes(row[np.flatnonzero(mark) + 1].tolist()).strip()
             places.append(bytes(row.tolist()).index(answer) / len(row))
-    assert min(places) < 0.25 and max(places) < 0.85 and np.std(places) > 0.15
+    assert min(places) < 0.25 and max(places) > 0.75 and np.std(places) > 0.2
 
 
 @pytest.mark.once
