@@ -95,7 +95,7 @@ def quality():
     """Plots the quality of the shipped maps of MiniLM, and their speed by length."""
     shipped = pathlib.Path(__file__).parents[1] / "keras_rfattn" / "maps" / "shipped"
     scores = {"softmax": 1.0}
-    for file in sorted(shipped.glob("minilm_*/maps.json")):
+    for file in sorted(shipped.glob("minilm_*_64/maps.json")):
         manifest = json.loads(file.read_text())
         metrics, (first, *_) = manifest["metrics"], manifest["layers"]
         name = f"{first['mechanism']} {first['feature_map']['config']['num_features']}"

@@ -102,7 +102,8 @@ def similarities(model, tokenizer):
 def compare_similarities(model, tokenizer, args):
     """Prints similarities under all maps and the control; returns softmax's."""
     rows = {"softmax": similarities(model, tokenizer)}
-    shipped = keras_rfattn.pretrained_maps(model)
+    found = keras_rfattn.pretrained_maps(model).items()
+    shipped = {name: quality for name, quality in found if "_long" not in name}
     for maps in shipped:
         keras_rfattn.load_maps(model, maps)
         rows[f"{maps}, trained"] = similarities(model, tokenizer)

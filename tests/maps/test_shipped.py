@@ -121,7 +121,7 @@ def test_a_rounded_checkpoint_is_recognized(round_to):
         for weight in model.weights:
             weight.assign(to_numpy(weight.value).astype("float16").astype("float32"))
     found = keras_rfattn.pretrained_maps(model)
-    assert len(found) == 2 and all("% away" in x for x in found.values())
+    assert len(found) == 3 and all("% away" in x for x in found.values())
     with pytest.warns(UserWarning, match="as after rounding to 16 or 8 bits"):
         keras_rfattn.load_maps(model, "minilm_hedgehog_64")
     keras_rfattn.restore_attention(model)
