@@ -1,0 +1,220 @@
+"""Keep the keys exact that the state of a linear decoder recalls worst.
+
+In "LoLA: Low-Rank Linear Attention With Sparse Caching" (McDermott, Heath and Parhi,
+2025), keys that leave the window compete with those that were kept before. The
+`--kept` keys of a head with the largest self-recall error `‖v - φ(k)ᵀH / φ(k)ᵀs‖²`
+stay exact, beside the window and the sinks, and all others are added to the state
+`(H, s)`. Nothing trains.
+
+    KERAS_BACKEND=torch python recipes/sparse_cache.py --data-dir DIR --speeches 0 \
+        --load smollm2_heads_20 --selection recipes/results/smollm2_heads.json \
+        --shares 0.2 --rows 5 --lengths 2048 --tests positions passkey "needle 1" \
+        --kept 128
+
+All flags but `--kept`, `--random` and `--check` are those of `uptrain_decoder.py`.
+Controls: `--random` keeps a uniform sample of all keys that left the window;
+`--kept 0 --window 304` has as many bytes as 128 kept keys; and `--kept 0 --shares
+0.2445` keeps four more heads softmax. `--check` compares no kept keys with the
+library's own attention, and only kept keys with softmax.
+
+When it happens. A block of `window` keys leaves at once, as in the library, when no
+later query has it in its own window or the one before. At that time the error of all
+candidates is measured, also of those kept before, against the state that would hold
+every key that has left so far, the candidates included. A state without them would be
+empty for the first block, and a state with one candidate alone would recall that one
+exactly. φ(k) are the features of keys, although the maps have others for queries. All
+query heads of a key/value head share the kept keys.
+"""
+
+import argparse
+import sys
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--kept", type=int, default=128, help="keys of a head kept exact")
+parser.add_argument("--random", action="store_true",
+                    help="control: keep keys at random")  # fmt: skip
+parser.add_argument("--check", action="store_true",
+                    help="compare with the library and with softmax")  # fmt: skip
+flags, sys.argv[1:] = parser.parse_known_args()
+
+import numpy as np
+import uptrain_decoder as decoder
+from common import heads, options, recall
+from common.program import tell
+from keras import ops
+
+import keras_rfattn
+from keras_rfattn.layers.attention import Attention
+from keras_rfattn.layers.recording import linear_layers, recording, run
+from keras_rfattn.ops.kernel_attention import read_exactly
+from keras_rfattn.ops.layout import heads_first, merge_heads, split_heads
+from keras_rfattn.ops.sums import (
+    combine,
+    merge_sums,
+    no_sums_of,
+    normalize,
+    read,
+    summarize,
+)
+
+LENGTHS = 2048, 8192  # tokens for which a state's bytes are counted
+
+
+def main(args):
+    for share in args.shares:
+        model, encode = decoder.load(args)
+        if args.load:
+            keras_rfattn.load_maps(model, args.load)
+        else:
+            features = args.mechanism, args.num_features
+            decoder.linear(args, model, 0, *features)
+        options.change(model, window=args.window)
+        selection = decoder.selected(args, model, encode, 0)
+        chosen = heads.kept(selection, share, "selected", 0)
+        keras_rfattn.restore_attention(model, include=chosen)
+        row = {"kept keys": flags.kept, "random": flags.random, "window": args.window}
+        row["softmax heads"] = sum(map(len, chosen.values()))
+        for length in LENGTHS:
+            row[f"bytes at {length}"] = relative_bytes(model, length)
+        if flags.check:
+            row |= check(model, encode, args)
+        cache = SparseCache(flags.kept, flags.random) if flags.kept else None
+        with hooked(model, cache):
+            evaluate(args, model, encode, row)
+
+
+def evaluate(args, model, encode, row):
+    """Adds the rows of the tests to the results."""
+    if "positions" in args.tests:
+        decoder.by_position(args, model, encode, row)
+    for test in [x for x in decoder.RECALL if x in args.tests]:
+        for length in args.lengths:
+            examples = decoder.recall_test(args, encode, test, length)
+            about = {"test": test, "tokens": length, **row}
+            tell(args, about | recall.evaluate(model, examples))
+
+
+def hooked(model, function):
+    """Context manager in which a function computes what linear heads compute."""
+    return recording([(layer, function) for layer in linear_layers(model)])
+
+
+def relative_bytes(model, length):
+    """Returns the bytes of a sequence's state, relative to softmax's cache."""
+    about, count = keras_rfattn.describe_attention(model, length=length), 0
+    for layer in linear_layers(model):
+        num_heads, head_dim = layer._kv_shape()
+        count += (num_heads - len(layer.options.softmax_heads)) * 2 * head_dim
+    # A key and its value are float32.
+    return (about.state_bytes + flags.kept * count * 4) / about.cache_bytes
+
+
+def check(model, encode, args):
+    """Returns the largest differences of the last states from what they must equal."""
+    ids = decoder.rows_of([decoder.wikitext(args, "test")], encode, args.tested, 1)
+
+    def states(function):
+        with hooked(model, function):
+            x = run(model.backbone, decoder.inputs(ids))
+        return ops.convert_to_numpy(x)
+
+    found = {}
+    for name, count, expected in (
+        ("library", 0, None),
+        ("softmax", args.tested, Attention.softmax),
+    ):
+        difference = states(SparseCache(count)) - states(expected)
+        found[f"difference from {name}"] = float(np.abs(difference).max())
+    return found
+
+
+class SparseCache:
+    """Computes the attention of linear heads with `count` kept keys.
+
+    Shapes use B for the batch, K for key/value heads, G for query heads of each, T for
+    tokens, and S for some of the keys.
+    """
+
+    def __init__(self, count, random=False):
+        self.count = count
+        self.generator = np.random.default_rng(0) if random else None
+
+    def __call__(self, call):
+        """Returns the output `(B, T, K · G, V)` of an `Attention`."""
+        query, key, bound = call.prepared()
+        local, num_kv_heads = call.local(query, key, bound), key.shape[2]
+        if call.mask.key_mask is not None or not (call.mask.causal and local.sliding):
+            raise SystemExit("Needs causal attention, a sliding window, no padding.")
+        features = bound.query_features(query), bound.key_features(key)
+        features, key_features = (
+            heads_first(x, num_kv_heads).compute() for x in features
+        )
+        tokens = local.query, local.key, call.value
+        query, key, value = (split_heads(x, num_kv_heads) for x in tokens)
+        (batch, length, num_heads), size = call.query.shape[:3], local.window
+        groups, lead = num_heads // num_kv_heads, (batch, num_kv_heads)
+
+        def places(*bounds):
+            return ops.broadcast_to(ops.arange(*bounds), (*lead, bounds[1] - bounds[0]))
+
+        far, kept = no_sums_of(key_features, lead, value), places(0, 0)
+        scores, outputs = self.scores(*lead, length), []
+        for start in range(0, length, size):
+            stop = min(start + size, length)
+            exact = [places(max(start - size, 0), stop)]
+            if start >= 2 * size:
+                first = max(start - 2 * size, local.sinks)
+                leaving = ops.concatenate([kept, places(first, start - size)], axis=2)
+                far, kept = self.keep(far, leaving, key_features, value, scores)
+                exact += [places(0, local.sinks), kept]
+            exact = ops.concatenate(exact, axis=2)
+            rows = ops.repeat(ops.arange(start, stop), groups)
+            visible = exact[:, :, None] <= rows[:, None]
+            row = slice(start * groups, stop * groups)
+            near = query[:, :, row], taken(key, exact), taken(value, exact), visible
+            near = read_exactly(local.kernel, *near)
+            own = features.of_tokens(lambda x, row=row: x[:, :, row])
+            outputs.append(normalize(combine(read(far, own, value.dtype), near), own))
+        return merge_heads(ops.concatenate(outputs, axis=2), num_heads, length)
+
+    def scores(self, *shape):
+        """Returns one random score for each key, or `None` without `random`."""
+        if self.generator is None:
+            return None
+        return ops.convert_to_tensor(self.generator.random(shape, "float32")[..., None])
+
+    def keep(self, far, places, features, value, scores):
+        """Returns the next sums of far keys, and the places of kept keys."""
+        if scores is None:
+            error = self_recall_error(far, places, features, value)
+        else:
+            error = taken(scores, places)[..., 0]
+        order = ops.argsort(-error, axis=-1)
+        places = ops.take_along_axis(places, order, axis=2)
+        kept, added = places[:, :, : self.count], places[:, :, self.count :]
+        if added.shape[2]:
+            far = with_keys(far, added, features, value)
+        return far, kept
+
+
+def self_recall_error(far, places, features, value):
+    """Returns the error `(B, K, S)` of values that a state with them recalls."""
+    whole = with_keys(far, places, features, value)
+    asked = features.of_tokens(lambda x: taken(x, places))
+    recalled = normalize(read(whole, asked, value.dtype), asked)
+    return ops.sum(ops.square(taken(value, places) - recalled), axis=-1)
+
+
+def with_keys(far, places, features, value):
+    """Returns the sums of far keys with the keys at some places added."""
+    features = features.of_tokens(lambda x: taken(x, places))
+    return merge_sums(far, summarize(features, taken(value, places)))
+
+
+def taken(x, places):
+    """Returns the tokens of `(B, K, T, ·)` at the places `(B, K, S)`."""
+    return ops.take_along_axis(x, places[..., None], axis=2)
+
+
+if __name__ == "__main__":
+    main(decoder.args)
