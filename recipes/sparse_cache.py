@@ -1,20 +1,19 @@
 """Keep the keys exact that the state of a linear decoder recalls worst.
 
 In "LoLA: Low-Rank Linear Attention With Sparse Caching" (McDermott, Heath and Parhi,
-2025), keys that leave the window compete with those that were kept before. The
-`--kept` keys of a head with the largest self-recall error `‖v - φ(k)ᵀH / φ(k)ᵀs‖²`
+2025), keys that leave the window compete with those that were kept before. A number of
+keys of each head, those with the largest self-recall error `‖v - φ(k)ᵀH / φ(k)ᵀs‖²`,
 stay exact, beside the window and the sinks, and all others are added to the state
 `(H, s)`. Nothing trains.
 
     KERAS_BACKEND=torch python recipes/sparse_cache.py --data-dir DIR --speeches 0 \
         --load smollm2_heads_20 --selection recipes/results/smollm2_heads.json \
-        --shares 0.2 --rows 5 --lengths 2048 --tests positions passkey "needle 1" \
-        --kept 128
+        --rows 5 --lengths 2048 --tests positions passkey "needle 1"
 
-All flags but `--kept`, `--random` and `--check` are those of `uptrain_decoder.py`.
-Controls: `--random` keeps a uniform sample of all keys that left the window;
-`--kept 0 --window 304` has as many bytes as 128 kept keys; and `--kept 0 --shares
-0.2445` keeps four more heads softmax. `--check` compares no kept keys with the
+All flags but `--arms` and `--check` are those of `uptrain_decoder.py`. The arms are the
+set as it is; 128 or 64 kept keys; and controls: a uniform sample of all keys that left
+the window, a window with as many bytes as 128 kept keys, and more softmax heads. All
+arms see one example before the next one. `--check` compares no kept keys with the
 library's own attention, and only kept keys with softmax.
 
 When it happens. A block of `window` keys leaves at once, as in the library, when no
@@ -27,12 +26,32 @@ query heads of a key/value head share the kept keys.
 """
 
 import argparse
+import dataclasses
 import sys
+from typing import NamedTuple
+
+
+class Arm(NamedTuple):
+    """What differs from the set as it is; `None` changes nothing."""
+
+    kept: int | None = None  # keys of a head that stay exact
+    is_random: bool = False  # whether these are drawn at random
+    window: int | None = None
+    heads: int | None = None  # key/value heads that are softmax
+
+
+ARMS = {
+    "as it is": Arm(),
+    "128 keys": Arm(128),
+    "64 keys": Arm(64),
+    "128 random keys": Arm(128, is_random=True),
+    "window 304": Arm(window=304),
+    "22 heads": Arm(heads=22),
+    "24 heads": Arm(heads=24),
+}
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--kept", type=int, default=128, help="keys of a head kept exact")
-parser.add_argument("--random", action="store_true",
-                    help="control: keep keys at random")  # fmt: skip
+parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
 parser.add_argument("--check", action="store_true",
                     help="compare with the library and with softmax")  # fmt: skip
 flags, sys.argv[1:] = parser.parse_known_args()
@@ -46,6 +65,7 @@ from keras import ops
 import keras_rfattn
 from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.recording import linear_layers, recording, run
+from keras_rfattn.models.survey import survey
 from keras_rfattn.ops.kernel_attention import read_exactly
 from keras_rfattn.ops.layout import heads_first, merge_heads, split_heads
 from keras_rfattn.ops.sums import (
@@ -61,52 +81,92 @@ LENGTHS = 2048, 8192  # tokens for which a state's bytes are counted
 
 
 def main(args):
-    for share in args.shares:
-        model, encode = decoder.load(args)
-        if args.load:
-            keras_rfattn.load_maps(model, args.load)
-        else:
-            features = args.mechanism, args.num_features
-            decoder.linear(args, model, 0, *features)
-        options.change(model, window=args.window)
-        selection = decoder.selected(args, model, encode, 0)
+    model, encode = decoder.load(args)
+    if args.load:
+        keras_rfattn.load_maps(model, args.load)
+    else:
+        decoder.linear(args, model, 0, args.mechanism, args.num_features)
+    options.change(model, window=args.window)
+    selection = decoder.selected(args, model, encode, 0)
+    if flags.check:
+        tell(args, {"test": "check", **check(model, encode, args)})
+    layers = [(site.path, site.layer, site.layer.options) for site in survey(model)]
+    for test in args.tests:
+        found = {name: [] for name in flags.arms}
+        caches = {name: cache_of(ARMS[name]) for name in flags.arms}
+        for prompt, answer in examples_of(args, encode, test):
+            ids = np.concatenate([prompt, answer])[None]
+            for name, scores in found.items():
+                change(ARMS[name], layers, selection)
+                with hooked(model, caches[name]):
+                    scores.append(recall.score(model, ids, len(prompt)))
+                log_probs, is_right = scores[-1]
+                print(test, name, log_probs.mean(), is_right.all(), flush=True)
+        for name, scores in found.items():
+            change(ARMS[name], layers, selection)
+            about = {"test": test, "arm": name, "examples": len(scores)}
+            tell(args, about | bytes_of(model, ARMS[name]) | summary(test, scores))
+
+
+def examples_of(args, encode, test):
+    """Returns pairs of a prompt and an answer; in a text, all but a token is answer."""
+    if test == "positions":
+        texts = [decoder.wikitext(args, "test")]
+        rows = decoder.rows_of(texts, encode, args.tested, args.rows)
+        return [(row[:1], row[1:]) for row in rows]
+    examples = decoder.recall_test(args, encode, test, args.lengths[0])
+    # Not by depth, so that those of a run that is stopped are a fair sample.
+    return [examples[i] for i in np.random.default_rng(0).permutation(len(examples))]
+
+
+def summary(test, scores):
+    """Returns perplexities, or the share of right answers and log-likelihood."""
+    log_probs = np.concatenate([x.ravel() for x, _ in scores]).astype("float64")
+    if test == "positions":
+        late = np.concatenate([x[0, 1023:] for x, _ in scores]).astype("float64")
+        parts = {"whole": log_probs, "from 1024 on": late}
+        return {name: float(np.exp(-x.mean())) for name, x in parts.items() if len(x)}
+    accuracy = float(np.mean([is_right.all() for _, is_right in scores]))
+    return {"accuracy": accuracy, "log_likelihood": float(log_probs.mean())}
+
+
+def cache_of(arm):
+    """Returns the function that computes the linear heads of an arm, or `None`."""
+    return SparseCache(arm.kept, arm.is_random) if arm.kept else None
+
+
+def change(arm, layers, selection):
+    """Gives `layers`, `(path, layer, options)`, the window and the heads of an arm."""
+    chosen = {}
+    if arm.heads:
+        share = arm.heads / sum(map(len, selection.scores.values()))
         chosen = heads.kept(selection, share, "selected", 0)
-        keras_rfattn.restore_attention(model, include=chosen)
-        row = {"kept keys": flags.kept, "random": flags.random, "window": args.window}
-        row["softmax heads"] = sum(map(len, chosen.values()))
-        for length in LENGTHS:
-            row[f"bytes at {length}"] = relative_bytes(model, length)
-        if flags.check:
-            row |= check(model, encode, args)
-        cache = SparseCache(flags.kept, flags.random) if flags.kept else None
-        with hooked(model, cache):
-            evaluate(args, model, encode, row)
+    for path, layer, first in layers:
+        layer.options = dataclasses.replace(
+            first, window=arm.window or first.window,
+            softmax_heads=chosen.get(path, ()) if arm.heads else first.softmax_heads,
+        )  # fmt: skip
 
 
-def evaluate(args, model, encode, row):
-    """Adds the rows of the tests to the results."""
-    if "positions" in args.tests:
-        decoder.by_position(args, model, encode, row)
-    for test in [x for x in decoder.RECALL if x in args.tests]:
-        for length in args.lengths:
-            examples = decoder.recall_test(args, encode, test, length)
-            about = {"test": test, "tokens": length, **row}
-            tell(args, about | recall.evaluate(model, examples))
+def bytes_of(model, arm):
+    """Returns the softmax heads, and bytes of a state relative to softmax's cache."""
+    row, count, numbers = {"softmax heads": 0}, arm.kept or 0, 0
+    for layer in linear_layers(model):
+        num_heads, head_dim = layer._kv_shape()
+        exact = len(layer.options.softmax_heads)
+        row["softmax heads"] += exact
+        numbers += (num_heads - exact) * count * 2 * head_dim
+    for length in LENGTHS:
+        about = keras_rfattn.describe_attention(model, length=length)
+        # Keys and values are float32.
+        total = about.state_bytes + 4 * numbers
+        row[f"bytes at {length}"] = round(total / about.cache_bytes, 4)
+    return row
 
 
 def hooked(model, function):
     """Context manager in which a function computes what linear heads compute."""
     return recording([(layer, function) for layer in linear_layers(model)])
-
-
-def relative_bytes(model, length):
-    """Returns the bytes of a sequence's state, relative to softmax's cache."""
-    about, count = keras_rfattn.describe_attention(model, length=length), 0
-    for layer in linear_layers(model):
-        num_heads, head_dim = layer._kv_shape()
-        count += (num_heads - len(layer.options.softmax_heads)) * 2 * head_dim
-    # A key and its value are float32.
-    return (about.state_bytes + flags.kept * count * 4) / about.cache_bytes
 
 
 def check(model, encode, args):
