@@ -26,28 +26,18 @@ query heads of a key/value head share the kept keys.
 """
 
 import argparse
-import dataclasses
 import sys
-from typing import NamedTuple
 
-
-class Arm(NamedTuple):
-    """What differs from the set as it is; `None` changes nothing."""
-
-    kept: int | None = None  # keys of a head that stay exact
-    is_random: bool = False  # whether these are drawn at random
-    window: int | None = None
-    heads: int | None = None  # key/value heads that are softmax
-
-
+# What differs from the set as it is: keys of a head that stay exact, whether these are
+# drawn at random, the window, and the number of key/value heads that are softmax.
 ARMS = {
-    "as it is": Arm(),
-    "128 keys": Arm(128),
-    "64 keys": Arm(64),
-    "128 random keys": Arm(128, is_random=True),
-    "window 304": Arm(window=304),
-    "22 heads": Arm(heads=22),
-    "24 heads": Arm(heads=24),
+    "as it is": {},
+    "128 keys": {"kept": 128},
+    "64 keys": {"kept": 64},
+    "128 random keys": {"kept": 128, "random": True},
+    "window 304": {"window": 304},
+    "22 heads": {"heads": 22},
+    "24 heads": {"heads": 24},
 }
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -56,9 +46,11 @@ parser.add_argument("--check", action="store_true",
                     help="compare with the library and with softmax")  # fmt: skip
 flags, sys.argv[1:] = parser.parse_known_args()
 
+import dataclasses
+
 import numpy as np
 import uptrain_decoder as decoder
-from common import heads, options, recall
+from common import options, recall
 from common.program import tell
 from keras import ops
 
@@ -66,16 +58,9 @@ import keras_rfattn
 from keras_rfattn.layers.attention import Attention
 from keras_rfattn.layers.recording import linear_layers, recording, run
 from keras_rfattn.models.survey import survey
+from keras_rfattn.ops import sums
 from keras_rfattn.ops.kernel_attention import read_exactly
 from keras_rfattn.ops.layout import heads_first, merge_heads, split_heads
-from keras_rfattn.ops.sums import (
-    combine,
-    merge_sums,
-    no_sums_of,
-    normalize,
-    read,
-    summarize,
-)
 
 LENGTHS = 2048, 8192  # tokens for which a state's bytes are counted
 
@@ -89,23 +74,24 @@ def main(args):
     options.change(model, window=args.window)
     selection = decoder.selected(args, model, encode, 0)
     if flags.check:
-        tell(args, {"test": "check", **check(model, encode, args)})
+        tell(args, {"test": "check", **check(args, model, encode)})
     layers = [(site.path, site.layer, site.layer.options) for site in survey(model)]
+    arms = {name: ARMS[name] for name in flags.arms}
     for test in args.tests:
-        found = {name: [] for name in flags.arms}
-        caches = {name: cache_of(ARMS[name]) for name in flags.arms}
+        found = {name: [] for name in arms}
+        caches = {name: SparseCache(**arm) for name, arm in arms.items()}
         for prompt, answer in examples_of(args, encode, test):
             ids = np.concatenate([prompt, answer])[None]
-            for name, scores in found.items():
-                change(ARMS[name], layers, selection)
-                with hooked(model, caches[name]):
-                    scores.append(recall.score(model, ids, len(prompt)))
-                log_probs, is_right = scores[-1]
+            for name, arm in arms.items():
+                change(layers, selection, **arm)
+                with hooked(model, caches[name] if caches[name].kept else None):
+                    found[name].append(recall.score(model, ids, len(prompt)))
+                log_probs, is_right = found[name][-1]
                 print(test, name, log_probs.mean(), is_right.all(), flush=True)
-        for name, scores in found.items():
-            change(ARMS[name], layers, selection)
-            about = {"test": test, "arm": name, "examples": len(scores)}
-            tell(args, about | bytes_of(model, ARMS[name]) | summary(test, scores))
+        for name, arm in arms.items():
+            change(layers, selection, **arm)
+            about = {"test": test, "arm": name, "examples": len(found[name])}
+            tell(args, about | bytes_of(model, **arm) | summary(found[name]))
 
 
 def examples_of(args, encode, test):
@@ -119,43 +105,34 @@ def examples_of(args, encode, test):
     return [examples[i] for i in np.random.default_rng(0).permutation(len(examples))]
 
 
-def summary(test, scores):
-    """Returns perplexities, or the share of right answers and log-likelihood."""
+def summary(scores):
+    """Returns what the results have of all examples together."""
     log_probs = np.concatenate([x.ravel() for x, _ in scores]).astype("float64")
-    if test == "positions":
-        late = np.concatenate([x[0, 1023:] for x, _ in scores]).astype("float64")
-        parts = {"whole": log_probs, "from 1024 on": late}
-        return {name: float(np.exp(-x.mean())) for name, x in parts.items() if len(x)}
-    accuracy = float(np.mean([is_right.all() for _, is_right in scores]))
-    return {"accuracy": accuracy, "log_likelihood": float(log_probs.mean())}
+    return {
+        "accuracy": float(np.mean([is_right.all() for _, is_right in scores])),
+        "log_likelihood": float(log_probs.mean()),
+        "perplexity": float(np.exp(-log_probs.mean())),
+    }
 
 
-def cache_of(arm):
-    """Returns the function that computes the linear heads of an arm, or `None`."""
-    return SparseCache(arm.kept, arm.is_random) if arm.kept else None
-
-
-def change(arm, layers, selection):
+def change(layers, selection, window=None, heads=None, **others):
     """Gives `layers`, `(path, layer, options)`, the window and the heads of an arm."""
-    chosen = {}
-    if arm.heads:
-        share = arm.heads / sum(map(len, selection.scores.values()))
-        chosen = heads.kept(selection, share, "selected", 0)
+    share = heads and heads / sum(map(len, selection.scores.values()))
+    chosen = selection.with_share(share).heads if heads else {}
     for path, layer, first in layers:
+        kept = chosen.get(path, ()) if heads else first.softmax_heads
         layer.options = dataclasses.replace(
-            first, window=arm.window or first.window,
-            softmax_heads=chosen.get(path, ()) if arm.heads else first.softmax_heads,
-        )  # fmt: skip
+            first, window=window or first.window, softmax_heads=kept
+        )
 
 
-def bytes_of(model, arm):
+def bytes_of(model, kept=0, **others):
     """Returns the softmax heads, and bytes of a state relative to softmax's cache."""
-    row, count, numbers = {"softmax heads": 0}, arm.kept or 0, 0
+    row, numbers = {"softmax heads": 0}, 0
     for layer in linear_layers(model):
-        num_heads, head_dim = layer._kv_shape()
-        exact = len(layer.options.softmax_heads)
-        row["softmax heads"] += exact
-        numbers += (num_heads - exact) * count * 2 * head_dim
+        (num_heads, head_dim), exact = layer._kv_shape(), layer.options.softmax_heads
+        row["softmax heads"] += len(exact)
+        numbers += (num_heads - len(exact)) * kept * 2 * head_dim
     for length in LENGTHS:
         about = keras_rfattn.describe_attention(model, length=length)
         # Keys and values are float32.
@@ -169,34 +146,33 @@ def hooked(model, function):
     return recording([(layer, function) for layer in linear_layers(model)])
 
 
-def check(model, encode, args):
+def check(args, model, encode):
     """Returns the largest differences of the last states from what they must equal."""
     ids = decoder.rows_of([decoder.wikitext(args, "test")], encode, args.tested, 1)
 
-    def states(function):
-        with hooked(model, function):
-            x = run(model.backbone, decoder.inputs(ids))
-        return ops.convert_to_numpy(x)
+    def difference(*functions):
+        states = []
+        for function in functions:
+            with hooked(model, function):
+                x = run(model.backbone, decoder.inputs(ids))
+            states.append(ops.convert_to_numpy(x))
+        return float(np.abs(states[0] - states[1]).max())
 
-    found = {}
-    for name, count, expected in (
-        ("library", 0, None),
-        ("softmax", args.tested, Attention.softmax),
-    ):
-        difference = states(SparseCache(count)) - states(expected)
-        found[f"difference from {name}"] = float(np.abs(difference).max())
-    return found
+    return {
+        "from the library": difference(SparseCache(0), None),
+        "from softmax": difference(SparseCache(args.tested), Attention.softmax),
+    }
 
 
 class SparseCache:
-    """Computes the attention of linear heads with `count` kept keys.
+    """Computes the attention of linear heads with some kept keys.
 
     Shapes use B for the batch, K for key/value heads, G for query heads of each, T for
     tokens, and S for some of the keys.
     """
 
-    def __init__(self, count, random=False):
-        self.count = count
+    def __init__(self, kept=0, random=False, **others):
+        self.kept = kept
         self.generator = np.random.default_rng(0) if random else None
 
     def __call__(self, call):
@@ -217,8 +193,12 @@ class SparseCache:
         def places(*bounds):
             return ops.broadcast_to(ops.arange(*bounds), (*lead, bounds[1] - bounds[0]))
 
-        far, kept = no_sums_of(key_features, lead, value), places(0, 0)
-        scores, outputs = self.scores(*lead, length), []
+        far, kept = sums.no_sums_of(key_features, lead, value), places(0, 0)
+        outputs, scores = [], None
+        if self.generator is not None:
+            # One for each key, so that those that are kept are a uniform sample.
+            scores = self.generator.random((*lead, length, 1), "float32")
+            scores = ops.convert_to_tensor(scores)
         for start in range(0, length, size):
             stop = min(start + size, length)
             exact = [places(max(start - size, 0), stop)]
@@ -234,14 +214,9 @@ class SparseCache:
             near = query[:, :, row], taken(key, exact), taken(value, exact), visible
             near = read_exactly(local.kernel, *near)
             own = features.of_tokens(lambda x, row=row: x[:, :, row])
-            outputs.append(normalize(combine(read(far, own, value.dtype), near), own))
+            reading = sums.combine(sums.read(far, own, value.dtype), near)
+            outputs.append(sums.normalize(reading, own))
         return merge_heads(ops.concatenate(outputs, axis=2), num_heads, length)
-
-    def scores(self, *shape):
-        """Returns one random score for each key, or `None` without `random`."""
-        if self.generator is None:
-            return None
-        return ops.convert_to_tensor(self.generator.random(shape, "float32")[..., None])
 
     def keep(self, far, places, features, value, scores):
         """Returns the next sums of far keys, and the places of kept keys."""
@@ -251,7 +226,7 @@ class SparseCache:
             error = taken(scores, places)[..., 0]
         order = ops.argsort(-error, axis=-1)
         places = ops.take_along_axis(places, order, axis=2)
-        kept, added = places[:, :, : self.count], places[:, :, self.count :]
+        kept, added = places[:, :, : self.kept], places[:, :, self.kept :]
         if added.shape[2]:
             far = with_keys(far, added, features, value)
         return far, kept
@@ -261,14 +236,14 @@ def self_recall_error(far, places, features, value):
     """Returns the error `(B, K, S)` of values that a state with them recalls."""
     whole = with_keys(far, places, features, value)
     asked = features.of_tokens(lambda x: taken(x, places))
-    recalled = normalize(read(whole, asked, value.dtype), asked)
+    recalled = sums.normalize(sums.read(whole, asked, value.dtype), asked)
     return ops.sum(ops.square(taken(value, places) - recalled), axis=-1)
 
 
 def with_keys(far, places, features, value):
     """Returns the sums of far keys with the keys at some places added."""
     features = features.of_tokens(lambda x: taken(x, places))
-    return merge_sums(far, summarize(features, taken(value, places)))
+    return sums.merge_sums(far, sums.summarize(features, taken(value, places)))
 
 
 def taken(x, places):
