@@ -103,12 +103,6 @@ RUNS = {
         "--smoke",
         r"{'patches': 4, 'steps per second': {'softmax': \d[^\n]*'favorpp': [^\n]*\n",
     ),
-    "sparse_cache": (
-        "--data-dir data --smoke --gguf tiny.gguf --check --tests passkey "
-        "--arms '128 keys' '128 random keys'",
-        r"'from the library': [^\n]*e-0[5-9], 'from softmax': [^\n]*e-0[5-9]}\n"
-        r".*'arm': '128 random keys', [^\n]*'accuracy': \d[^\n]*\n",
-    ),
     "train_induction_heads": (
         "--smoke",
         r"{'mechanism': 'polysketch_learned', [^\n]*'accuracy': \d[^\n]*\n",
