@@ -129,7 +129,7 @@ def quality():
 def decoders():
     """Plots perplexity and recall of SmolLM2 against memory, and time by context."""
     found = rows("uptrain_decoder", folder=OF_RECIPES, heads="selected")
-    found = [x for x in found if not x["near only"] and "maps/" in x["command"]]
+    found = [x for x in found if not x["near only"] and "more_maps" in x["command"]]
     found += rows("uptrain_decoder", folder=OF_RECIPES, share=1.0)
     picture, (quality, answers, time) = figure(6.4, 3)
     for text, color in (("wikitext2", "tab:blue"), ("sotu", "tab:cyan")):
@@ -140,12 +140,10 @@ def decoders():
         band(quality, list(by_memory), more, label, color)
     quality.set(ylabel="perplexity, % more")
     quality.set_title("with some heads softmax, relative to all")
-    for test, color in (("passkey", "tab:red"), ("needle 1", "tab:orange")):
-        some = [x for x in found if x["test"] == test and x["tokens"] == 2048]
-        by_memory = memory_of(some, "accuracy")
-        label = {"passkey": "pass key", "needle 1": "S-NIAH-1"}[test]
-        band(answers, list(by_memory), list(by_memory.values()), label, color)
-    answers.set(ylabel="right answers", ylim=(0, 1.05))
+    some = [x for x in found if x["test"] == "passkey" and x["tokens"] == 2048]
+    by_memory = memory_of(some, "accuracy")
+    band(answers, list(by_memory), list(by_memory.values()), "pass key", "tab:red")
+    answers.set(ylabel="found at 2048 tokens", ylim=(0, 1.05))
     answers.set_xlabel("memory of a sequence of 8192 tokens, relative to softmax")
     times = rows("decoding", backend="jax", model="smollm2")
     labels = {None: "softmax", 27: "27 of 90", 18: "18 of 90 heads softmax"}
