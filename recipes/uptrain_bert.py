@@ -85,6 +85,9 @@ def main(args):
         else:
             report = uptrained(args, model, tokenizer, seed)
             row["error"] = report.after
+            if args.save:  # before the evaluation, which takes long
+                folder = args.save / f"seed_{seed}"
+                keras_rfattn.save_maps(model, folder, report=report, overwrite=True)
         given = interchange.embedded(model, tokenizer, documents)
         row |= interchange.row(given, wanted)
         parts = diagnostics.attribute(model, (tokenizer, pairs), sentences.correlation)
