@@ -7,7 +7,6 @@ FONTS = {"font.size": 9, "axes.titlesize": 9, "legend.fontsize": 8}
 COLORS = {
     "softmax": "black",
     "favorpp_learned": "tab:blue",
-    "hybrid": "tab:cyan",
     "favorpp": "tab:orange",
     "favorpp_dense": "tab:purple",
     "hedgehog": "tab:green",

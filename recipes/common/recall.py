@@ -37,8 +37,10 @@ def writes(model, prompt, answer):
     # Without its preprocessor, a task of KerasHub takes tokens.
     preprocessor, model.preprocessor = model.preprocessor, None
     inputs = {"token_ids": ids, "padding_mask": mask}
-    made = model.generate(inputs, stop_token_ids=None)["token_ids"]
-    model.preprocessor = preprocessor
+    try:
+        made = model.generate(inputs, stop_token_ids=None)["token_ids"]
+    finally:
+        model.preprocessor = preprocessor
     made = ops.convert_to_numpy(made)[0, len(prompt) :]
     texts = [preprocessor.tokenizer.detokenize(x) for x in (answer, made)]
     answer, written = (str(ops.convert_to_numpy(x)) for x in texts)
