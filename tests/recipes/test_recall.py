@@ -1,6 +1,7 @@
 """Texts that test recall can be answered from them, and scores are those of logits."""
 
 import re
+from types import SimpleNamespace
 
 import keras
 import keras_hub
@@ -60,9 +61,13 @@ def model():
         130, num_layers=1, num_heads=2, hidden_dim=16, intermediate_dim=16,
         max_sequence_length=64,
     )  # fmt: skip
-    # Logits that are far from uniform.
-    embedding = backbone.token_embedding
-    embedding.embeddings.assign(20 * embedding.embeddings)
+    # Logits that are far from uniform, and generation that does not repeat one token.
+    generator = np.random.default_rng(0)
+    for layer, scale in (
+        (backbone.token_embedding, 0.5), (backbone.position_embedding, 2)
+    ):  # fmt: skip
+        (weight,) = layer.trainable_weights
+        weight.assign(generator.normal(0, scale, weight.shape))
     return keras_hub.models.GPT2CausalLM(backbone)
 
 
@@ -85,17 +90,28 @@ def test_scores_are_those_of_logits(model, chunk, monkeypatch):
     np.testing.assert_array_equal(is_right, logits.argmax(-1) == ids[:, 5:])
 
 
+class Tokenizer:
+    def detokenize(self, ids):
+        return " " + " ".join(str(x) for x in np.array(ids))
+
+
 @pytest.mark.once
-def test_an_answer_is_right_if_all_of_its_tokens_are(model):
-    prompt = np.arange(10, dtype="int32")
-    first = log_probs(model, prompt[None])[0, -1].argmax()
-    ids = np.append(prompt, first).astype("int32")
-    second = log_probs(model, ids[None])[0, -1].argmax()
+def test_an_answer_is_right_if_generation_writes_it(model, monkeypatch):
+    monkeypatch.setattr(model, "preprocessor", SimpleNamespace(tokenizer=Tokenizer()))
+    prompt = ids = np.arange(10, dtype="int32")
+    for _ in range(3):
+        likely = log_probs(model, ids[None])[0, -1].argmax()
+        ids = np.append(ids, likely).astype("int32")
+    first, second, third = ids[10:]
+    assert first != second != third
     right = prompt, np.array([first, second])
+    late = prompt, np.array([second, third])
     wrong = prompt, np.array([first, (second + 1) % 130])
-    found = recall.evaluate(model, [right, wrong, right, right])
-    assert found["accuracy"] == 0.75
-    assert found["log_likelihood"] < recall.evaluate(model, [right])["log_likelihood"]
+    result = recall.evaluate(model, [right, wrong, late, right])
+    assert result["exact"] == 0.5
+    assert result["accuracy"] == 0.75
+    assert result["log_likelihood"] < recall.evaluate(model, [right])["log_likelihood"]
+    assert model.preprocessor is not None
 
 
 @pytest.mark.once
