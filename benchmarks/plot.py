@@ -131,6 +131,7 @@ def decoders():
     found = rows("uptrain_decoder", folder=OF_RECIPES, heads="selected")
     found = [x for x in found if not x["near only"] and "more_maps" in x["command"]]
     found += rows("uptrain_decoder", folder=OF_RECIPES, share=1.0)
+    found = [x for x in found if x["tokens"] in (2048, 20_480)]  # not at 8192
     picture, (quality, answers, time) = figure(6.4, 3)
     for text, color in (("wikitext2", "tab:blue"), ("sotu", "tab:cyan")):
         by_memory = memory_of([x for x in found if x.get("text") == text], "whole")
