@@ -100,11 +100,12 @@ def evaluate(args, share, choice, seed):
             keras_rfattn.load_maps(model, args.load)
         else:
             report = trained(args, model, encode, seed)
-        options.change(model, window=args.window)
+        # Heads that were softmax in the training of loaded maps are linear at first.
+        options.change(model, window=args.window, softmax_heads=())
         if share > 0:
             selection = selected(args, model, encode, seed)
             kept = heads.kept(selection, share, choice, seed)
-            keras_rfattn.restore_attention(model, include=kept)
+            options.restore(model, kept, selection.scores)
             row["kept"] = dict(kept)
         if args.around_steps and not args.near_only:
             report = trained_around(args, model, encode, seed)
