@@ -102,11 +102,11 @@ def evaluate(args, share, choice, seed):
             report = trained(args, model, encode, seed)
         # Heads that were softmax in the training of loaded maps are linear at first.
         options.change(model, window=args.window, softmax_heads=())
+        kept = {}
         if share > 0:
             selection = selected(args, model, encode, seed)
-            kept = heads.kept(selection, share, choice, seed)
-            options.restore(model, kept, selection.scores)
-            row["kept"] = dict(kept)
+            kept = row["kept"] = heads.kept(selection, share, choice, seed)
+        options.restore(model, kept)
         if args.around_steps and not args.near_only:
             report = trained_around(args, model, encode, seed)
         about = keras_rfattn.describe_attention(model, length=LONGEST)

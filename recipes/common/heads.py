@@ -6,15 +6,7 @@ CHOICES = "selected", "random", "layers"
 
 
 def kept(selection, share, choice, seed):
-    """Returns a dict from paths of layers to the key/value heads that stay softmax.
-
-    Args:
-        selection: What `keras_rfattn.select_heads` returned.
-        share: Share of all key/value heads.
-        choice: `"selected"`, or a control: heads at `"random"`, or those of whole
-            `"layers"`, by the sum of their scores.
-        seed: Seed of the random heads.
-    """
+    """Returns a dict from paths to heads: as selected, or a control of equal size."""
     if choice == "selected":
         return dict(selection.with_share(share))
     scores = selection.scores
@@ -24,6 +16,7 @@ def kept(selection, share, choice, seed):
         order = np.random.default_rng(seed).permutation(len(every))
         pairs = [every[i] for i in order[:count]]
     else:
+        # Whole layers, by the sum of their scores.
         best = sorted(scores, key=lambda path: -sum(scores[path]))
         pairs = [(path, i) for path in best for i in range(len(scores[path]))][:count]
     found = {}

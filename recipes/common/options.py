@@ -13,24 +13,17 @@ def change(model, **changes):
             site.layer.options = dataclasses.replace(site.layer.options, **changes)
 
 
-def restore(model, kept, scores):
-    """Makes heads softmax, in a model in which whole layers may be softmax already.
-
-    Args:
-        model: A model whose other layers have linear heads alone.
-        kept: Dict from paths of layers to the key/value heads that stay softmax.
-        scores: Dict from paths of layers to a score of each head.
-
-    Raises:
-        SystemExit: If a layer is softmax of which a head must be linear.
-    """
+def restore(model, kept):
+    """Makes heads softmax, in a model of which whole layers may be softmax already."""
     linear = {site.path for site in survey(model) if site.is_linear}
-    for path in scores.keys() - linear:
-        if len(kept.get(path, ())) < len(scores[path]):
+    for site in survey(model):
+        is_choice = site.linear_class and not (site.reason or site.window)
+        if site.path in linear or not is_choice:
+            continue
+        if len(kept.get(site.path, ())) < site.linear_class._kv_shape(site.layer)[0]:
             raise SystemExit(
-                f"--load must have linear heads in {path}. Received: maps of a model "
-                f"in which all its heads are softmax, but heads {kept.get(path, [])} "
-                "stay softmax. Load maps that were trained with fewer softmax heads."
+                f"Loaded maps must have linear heads in {site.path}. Received: maps "
+                f"of softmax heads alone, where {kept.get(site.path, [])} stay softmax."
             )
     rest = {path: heads for path, heads in kept.items() if path in linear}
     keras_rfattn.restore_attention(model, include=rest)

@@ -29,19 +29,20 @@ def softmax_heads(model):
 
 def test_heads_of_a_choice_replace_those_of_loaded_maps():
     model, first, second = linear_llama([[0], [1]])
-    scores = {first: [1.0, 2.0], second: [3.0, 4.0]}
     options.change(model, softmax_heads=())
+    options.restore(model, {})
     assert softmax_heads(model) == [(), ()]
-    options.restore(model, {first: [1]}, scores)
+    options.restore(model, {first: [1]})
     assert softmax_heads(model) == [(1,), ()]
 
 
 def test_layers_without_linear_heads_must_stay_so():
     model, first, second = linear_llama([[0, 1], [1]])
-    scores = {first: [1.0, 2.0], second: [3.0, 4.0]}
     options.change(model, softmax_heads=())
-    with pytest.raises(SystemExit, match=rf"linear heads in {first}.*heads \[1\] stay"):
-        options.restore(model, {first: [1], second: [0]}, scores)
+    with pytest.raises(SystemExit, match=rf"heads in {first}.*\[1\] stay"):
+        options.restore(model, {first: [1], second: [0]})
+    with pytest.raises(SystemExit, match=rf"heads in {first}.*\[\] stay"):
+        options.restore(model, {})
     assert softmax_heads(model) == [None, ()]
-    options.restore(model, {first: [0, 1], second: [0]}, scores)
+    options.restore(model, {first: [0, 1], second: [0]})
     assert softmax_heads(model) == [None, (0,)]
