@@ -129,7 +129,9 @@ def quality():
 def decoders():
     """Plots perplexity and recall of SmolLM2 against memory, and time by context."""
     found = rows("uptrain_decoder", folder=OF_RECIPES, heads="selected")
-    found = [x for x in found if not x["near only"] and "more_maps" in x["command"]]
+    maps = "more_maps", "smollm2_heads_20"
+    found = [x for x in found if not x["near only"]
+             and any(name in x["command"] for name in maps)]  # fmt: skip
     found += rows("uptrain_decoder", folder=OF_RECIPES, share=1.0)
     found = [x for x in found if x["tokens"] in (2048, 20_480)]  # not at 8192
     picture, (quality, answers, time) = figure(6.4, 3)
@@ -141,8 +143,12 @@ def decoders():
         band(quality, list(by_memory), more, label, color)
     quality.set(ylabel="perplexity, % more")
     quality.set_title("with some heads softmax, relative to all")
-    some = [x for x in found if x["test"] == "passkey" and x["tokens"] == 2048]
-    by_memory = memory_of(some, "accuracy")
+    some = [
+        {**x, "at once": x.get("exact", x["accuracy"])}
+        for x in found
+        if x["test"] == "passkey" and x["tokens"] == 2048
+    ]
+    by_memory = memory_of(some, "at once")
     band(answers, list(by_memory), list(by_memory.values()), "pass key", "tab:red")
     answers.set(ylabel="found at 2048 tokens", ylim=(0, 1.05))
     answers.set_xlabel("memory of a sequence of 8192 tokens, relative to softmax")
