@@ -15,15 +15,14 @@ def change(model, **changes):
 
 def restore(model, kept):
     """Makes heads softmax, in a model of which whole layers may be softmax already."""
-    linear = {site.path for site in survey(model) if site.is_linear}
+    rest = dict(kept)
     for site in survey(model):
-        is_choice = site.linear_class and not (site.reason or site.window)
-        if site.path in linear or not is_choice:
+        if site.is_linear or site.linear_class is None or site.reason or site.window:
             continue
-        if len(kept.get(site.path, ())) < site.linear_class._kv_shape(site.layer)[0]:
+        heads = rest.pop(site.path, [])
+        if len(heads) < site.linear_class._kv_shape(site.layer)[0]:
             raise SystemExit(
                 f"Loaded maps must have linear heads in {site.path}. Received: maps "
-                f"of softmax heads alone, where {kept.get(site.path, [])} stay softmax."
+                f"of softmax heads alone, where {heads} stay softmax."
             )
-    rest = {path: heads for path, heads in kept.items() if path in linear}
     keras_rfattn.restore_attention(model, include=rest)
