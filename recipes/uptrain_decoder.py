@@ -34,8 +34,8 @@ import time
 from common import heads
 from common.program import command, make_parser, parse, tell
 
-RECALL = "passkey", "needle 1", "needle 2", "needle 3"
-TESTS = "positions", *RECALL[:3]
+RECALL = "passkey", "needle 1", "needle 2"
+TESTS = "positions", *RECALL
 
 parser = make_parser(
     __doc__, data_dir=pathlib.Path, mechanism="favorpp_learned", num_features=64,
@@ -50,6 +50,8 @@ parser.add_argument("--speeches", type=int, help="number of messages; all by def
 parser.add_argument("--load", help="maps to begin with; otherwise maps are trained")
 parser.add_argument("--selection", type=pathlib.Path,
                     help="file of a `HeadSelection`; made if it is new")  # fmt: skip
+parser.add_argument("--objective", default="next_token", choices=["auto", "next_token"],
+                    help="of the training around the heads")  # fmt: skip
 parser.add_argument("--near-only", action="store_true",
                     help="control: window and sinks without features")  # fmt: skip
 parser.add_argument("--save", type=pathlib.Path, help="folder for the trained maps")
@@ -248,7 +250,7 @@ def trained_around(args, model, encode, seed):
     with shifted(model, offset) if args.offsets else contextlib.nullcontext():
         report = keras_rfattn.uptrain(
             model, batches, args.around_steps, seed=seed, verbose=2,
-            stages=[Stage("features", window_dropout=0)],
+            stages=Stage("features", objective=args.objective, window_dropout=0),
         )  # fmt: skip
     print(report, flush=True)
     return report
@@ -299,8 +301,10 @@ def recall_test(args, encode, test, length):
     depths = np.linspace(0, 1, args.examples)
     if test == "passkey":
         return passkey(encode, length, depths)
-    essay = "\n".join(speeches(args)[1]) or wikitext(args, "test")
-    return needle(encode, length, depths, kind=int(test[-1]), text=essay)
+    essay = None
+    if test == "needle 2":
+        essay = "\n".join(speeches(args)[1]) or wikitext(args, "test")
+    return needle(encode, length, depths, text=essay)
 
 
 def save(args, model, report, row):

@@ -60,7 +60,7 @@ LINES = {
     "ops": 2_820,
     "feature_maps": 1_690,
     "models": 3_330,
-    "uptraining": 1_950,
+    "uptraining": 1_980,
     "maps": 540,
     "papers": 3_200,
     "experimental": 2_500,

@@ -15,8 +15,6 @@ ANSWERS = {
     "no_attention": Attention.zero,
     "softmax": Attention.softmax,
 }
-# Without any window, the metric of each key equals that of its value.
-WITHOUT_WINDOWS = {"window_only": "no_attention", "features_only": "as_it_is"}
 
 
 @dataclass(frozen=True)
@@ -82,21 +80,6 @@ def attribute(model, data, metric, verbose="auto"):
         ValueError: If the model has no linear attention, or if `metric` generates or
             does not return a number.
     """
-    layers = _check_arguments(model, metric)
-    around = holders(layers, model)
-    has_windows = any(layer.options.window is not None for layer in layers)
-    skipped = {} if has_windows else WITHOUT_WINDOWS
-    metrics = {}
-    for name in progress([x for x in ANSWERS if x not in skipped], verbose):
-        answers = dict.fromkeys(layers, ANSWERS[name])
-        metrics[name] = _evaluated(model, data, metric, answers, around)
-    for name, same in skipped.items():
-        metrics[name] = metrics[same]
-    return Attribution(**metrics)
-
-
-def _check_arguments(model, metric):
-    """Returns the linear attention layers of a model that a metric evaluates."""
     check_model(model)
     if not callable(metric):
         raise TypeError(
@@ -109,7 +92,12 @@ def _check_arguments(model, metric):
             f"`model` has no linear attention. Received: {title(model)}. Call "
             "`replace_attention(model)` first."
         )
-    return layers
+    around = holders(layers, model)
+    metrics = {}
+    for name in progress(ANSWERS, verbose):
+        answers = dict.fromkeys(layers, ANSWERS[name])
+        metrics[name] = _evaluated(model, data, metric, answers, around)
+    return Attribution(**metrics)
 
 
 def _evaluated(model, data, metric, answers, around):

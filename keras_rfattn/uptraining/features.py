@@ -3,24 +3,26 @@
 Errors of layers that learn side by side accumulate over depth. This stage therefore
 compares the last hidden states, by relative squared error and by cosine (as in the
 second stage of "ViT-AdaLA"), or the logits of a model with a head, by their
-Kullback-Leibler divergence (as in the second step of "RADLADS").
+Kullback-Leibler divergence (as in the second step of "RADLADS"). A causal language
+model can learn from the next tokens of its data instead, with a little of that
+divergence.
 """
 
 from keras import ops, tree
 
 from keras_rfattn.backend import without_gradients
 from keras_rfattn.layers.attention import Attention
+from keras_rfattn.layers.checks import title
 from keras_rfattn.layers.recording import recording
+from keras_rfattn.models.survey import survey
 from keras_rfattn.uptraining.weights import StageModel
 
 TINY = 1e-9
 # KerasHub tasks whose head is part of the checkpoint.
 OWN_HEADS = {"CausalLM", "MaskedLM", "Seq2SeqLM"}
-# Objective -> measure that a stage reports, and learning rate of the maps.
-OBJECTIVES = {
-    "features": ("relative squared error of the model's outputs", 0.005),
-    "logits": ("divergence of logits", 0.001),
-}
+# Share of the divergence in the loss of "next_token", and the number of softmax's
+# largest logits that it compares. All others together would double the memory.
+DIVERGENCE, LARGEST = 0.1, 256
 
 
 class FeaturesStage(StageModel):
@@ -29,10 +31,17 @@ class FeaturesStage(StageModel):
     def __init__(self, teacher, stage, batch):
         super().__init__(teacher, stage)
         self.objective = stage.objective
+        names = {cls.__name__ for cls in type(self.model).__mro__}
         if stage.objective == "auto":
-            names = {cls.__name__ for cls in type(self.model).__mro__}
             self.objective = "logits" if names & OWN_HEADS else "features"
-        self.measure, self.learning_rate = OBJECTIVES[self.objective]
+        is_decoder = "CausalLM" in names and "Seq2SeqLM" not in names
+        has_prefix = any(site.has_prefix for site in survey(self.model))
+        if stage.objective == "next_token" and (not is_decoder or has_prefix):
+            raise ValueError(
+                "Objective 'next_token' needs a `CausalLM` of KerasHub in which tokens "
+                f"see earlier ones alone. Received: {title(self.model)}. Use 'logits'."
+            )
+        self.compare, self.measure, self.learning_rate = OBJECTIVES[self.objective]
         # The control: the error if every attention layer outputs 0.
         zeros = [(layer, Attention.zero) for layer in self.learning]
         with without_gradients():
@@ -75,12 +84,12 @@ class FeaturesStage(StageModel):
         with recording(recorders):
             given = self.outputs(inputs["x"])
         pairs, weight = zip(wanted, given, strict=True), inputs.get("weight")
-        return [(x, y, _weighted(real, weight)) for (x, real), (y, _) in pairs]
+        ids = [inputs["x"]] if self.objective == "next_token" else []
+        return [(x, y, _weighted(real, weight), *ids) for (x, real), (y, _) in pairs]
 
     def measured(self, compared):
         """Returns `(error, loss)`, each a mean over the compared outputs."""
-        compare = _divergence if self.objective == "logits" else _distance
-        errors, losses = zip(*(compare(*x) for x in compared), strict=True)
+        errors, losses = zip(*(self.compare(*x) for x in compared), strict=True)
         return sum(errors) / len(errors), sum(losses) / len(losses)
 
 
@@ -133,3 +142,26 @@ def _divergence(wanted, given, real):
     by_token = ops.sum(ops.exp(wanted) * (wanted - given), axis=-1)
     mean = ops.sum(real * by_token) / ops.maximum(ops.sum(real), 1)
     return mean, mean
+
+
+def _prediction(wanted, given, real, x):
+    """Returns the divergence of logits, and the loss of the tokens that follow."""
+    error, _ = _divergence(wanted, ops.stop_gradient(given), real)
+    wanted, largest = ops.top_k(wanted, min(LARGEST, wanted.shape[-1]))
+    among = ops.take_along_axis(given, largest, axis=-1)
+    divergence, _ = _divergence(wanted, among, real)
+    # The weight of a token is that of its prediction; padding is not predicted.
+    follows = ops.cast(x["padding_mask"][:, 1:], "float32") * real[:, :-1]
+    targets = ops.cast(x["token_ids"][:, 1:], "int32")
+    logits = ops.cast(given[:, :-1], "float32")
+    entropy = ops.sparse_categorical_crossentropy(targets, logits, from_logits=True)
+    entropy = ops.sum(follows * entropy) / ops.maximum(ops.sum(follows), 1)
+    return error, (1 - DIVERGENCE) * entropy + DIVERGENCE * divergence
+
+
+# Objective -> comparison, measure that a stage reports, and learning rate of the maps.
+OBJECTIVES = {
+    "features": (_distance, "relative squared error of the model's outputs", 0.005),
+    "logits": (_divergence, "divergence of logits", 0.001),
+    "next_token": (_prediction, "divergence of logits", 0.001),
+}

@@ -8,7 +8,6 @@ the beginning of the sentences to 1 at their end.
 """
 
 import re
-import uuid
 from collections.abc import Callable
 
 import numpy as np
@@ -25,12 +24,12 @@ PASSKEY_BEFORE = (
 )
 PASSKEY_AFTER = "\nWhat is the pass key? The pass key is"
 NEEDLE_BEFORE = (
-    "A special magic {value} is hidden within the following text. Make sure to "
-    "memorize it. I will quiz you about the {value} afterwards.\n"
+    "A special magic number is hidden within the following text. Make sure to "
+    "memorize it. I will quiz you about the number afterwards.\n"
 )
 NEEDLE_AFTER = (
-    "\nWhat is the special magic {value} for {key} mentioned in the provided text? "
-    "The special magic {value} for {key} mentioned in the provided text is"
+    "\nWhat is the special magic number for {key} mentioned in the provided text? "
+    "The special magic number for {key} mentioned in the provided text is"
 )
 # Keys of needles are an adjective and a noun.
 ADJECTIVES = (
@@ -103,23 +102,18 @@ def passkey(encode, length, depths, seed=0):
     return _examples(hide, [NOISE], " ", encode, length, depths, seed)
 
 
-def needle(encode, length, depths, seed=0, kind=1, text=None):
-    """Returns examples that hide one value: S-NIAH-1, 2 or 3, by `kind`."""
-    # 1 hides a number of seven digits among repeated sentences, 2 in an essay `text`
-    # from a random sentence on, and 3 a UUID there.
-    name = "uuid" if kind == 3 else "number"
+def needle(encode, length, depths, seed=0, text=None):
+    """Returns examples that hide a number of seven digits: S-NIAH-1, or 2 in a text."""
 
     def hide(generator):
         key = f"{generator.choice(ADJECTIVES)}-{generator.choice(NOUNS)}"
         value = generator.integers(10**6, 10**7)
-        if kind == 3:
-            value = uuid.UUID(bytes=generator.bytes(16), version=4)
-        hidden = f"One of the special magic {name}s for {key} is: {value}."
-        before = NEEDLE_BEFORE.format(value=name)
-        return before, hidden, NEEDLE_AFTER.format(value=name, key=key), f" {value}"
+        hidden = f"One of the special magic numbers for {key} is: {value}."
+        return NEEDLE_BEFORE, hidden, NEEDLE_AFTER.format(key=key), f" {value}"
 
-    if kind == 1:
+    if text is None:
         return _examples(hide, [NOISE], "\n", encode, length, depths, seed)
+    # An essay, from a random sentence on.
     parts = re.split(r"(?<=[.!?])\s+|\n+", text)
     sentences = [part.strip() for part in parts if part.strip()]
     return _examples(hide, sentences, " ", encode, length, depths, seed)

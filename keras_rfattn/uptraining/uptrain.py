@@ -20,7 +20,7 @@ from keras_rfattn.models.swap import strategy_scope
 from keras_rfattn.uptraining.attention import AttentionStage, measured_errors
 from keras_rfattn.uptraining.batches import Batches
 from keras_rfattn.uptraining.calibrate import calibrate_stage
-from keras_rfattn.uptraining.features import FeaturesStage
+from keras_rfattn.uptraining.features import OBJECTIVES, FeaturesStage
 from keras_rfattn.uptraining.progress import (
     Progress,
     checked_callbacks,
@@ -55,7 +55,10 @@ class Stage:
             weights of the model; stage `"features"` only).
         objective: What stage `"features"` compares: `"features"` (last hidden states,
             of the backbone if the model is a task), `"logits"`, or `"auto"`: logits
-            for language models, hidden states for other models.
+            for language models, hidden states for other models. `"next_token"` trains a
+            `CausalLM` to predict the tokens that follow in the data (cross-entropy, 0.9
+            of the loss), and to match softmax's 256 largest logits (divergence, 0.1).
+            The report still has the divergence of all logits, which may rise.
         window_dropout: Share of sequences (stage `"attention"`) or batches (stage
             `"features"`) for which a layer leaves its window out, so that its
             features learn too.
@@ -77,7 +80,7 @@ class Stage:
     def __post_init__(self):
         check_choice("name", self.name, tuple(OPTIONS))
         check_choice("trainable", self.trainable, ("maps", "query_key", "all"))
-        check_choice("objective", self.objective, ("auto", "features", "logits"))
+        check_choice("objective", self.objective, ("auto", *OBJECTIVES))
         for field in dataclasses.fields(self)[1:]:
             value = getattr(self, field.name)
             if field.name not in OPTIONS[self.name] and value != field.default:
@@ -135,8 +138,8 @@ def uptrain(
             fresh copy. The default is Adam with a cosine schedule that falls to a
             twentieth of the learning rate. That rate is the map's `learning_rate`
             (0.02, `"hedgehog"` 0.06) in stage `"attention"`, and 0.005 in `"features"`
-            (0.001 if it compares logits). It is 0.001 if weights of the model itself
-            train, and 0.0001 if all of them do.
+            (0.001 for logits and next tokens). It is 0.001 if weights of the model
+            itself train, and 0.0001 if all of them do.
         seed: Non-negative integer. The order of the data and window dropout are pure
             functions of the seed and the step. If `None`, it is drawn at random, or 0
             if the call can be resumed.

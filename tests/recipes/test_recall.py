@@ -15,15 +15,8 @@ ESSAY = " ".join(f"Essay number {i} has a sentence of its own." for i in range(4
 TESTS = {
     "passkey": (passkey, {}, r"The pass key is (\d{5})\. Remember"),
     "needle 1": (needle, {}, r"magic numbers for [a-z-]+ is: (\d{7})\."),
-    "needle 2": (
-        needle, {"kind": 2, "text": ESSAY},
-        r"magic numbers for [a-z-]+ is: (\d{7})\.",
-    ),
-    "needle 3": (
-        needle, {"kind": 3, "text": ESSAY},
-        r"magic uuids for [a-z-]+ is: ([0-9a-f-]{36})\.",
-    ),
-}  # fmt: skip
+    "needle 2": (needle, {"text": ESSAY}, r"magic numbers for [a-z-]+ is: (\d{7})\."),
+}
 
 
 def characters(text):

@@ -7,6 +7,7 @@ import pytest
 import keras_rfattn
 from keras_rfattn.uptraining import Stage
 from tests.marks import SLOW_ON_JAX, first_on_jax, slow_on_jax
+from tests.models import families, test_prefix_lm
 from tests.uptraining import models as m
 
 BAD = {
@@ -14,6 +15,10 @@ BAD = {
     "stage": ({"stages": ("attention", "logits")}, "`name` must be one of"),
     "order of stages": ({"stages": ("features", "attention")}, "in this order"),
     "no stage": ({"stages": ()}, "`stages` must be some of"),
+    "objective": (
+        {"stages": Stage("features", objective="next_token")},
+        "'next_token' needs a `CausalLM` of KerasHub in which.* Received: Functional",
+    ),
     "steps": ({"steps": 0}, "`steps` must be a positive integer"),
     "verbose": ({"verbose": 3}, "`verbose` must be"),
     "seed": ({"seed": -1}, "`seed` must be"),
@@ -51,6 +56,22 @@ def test_bad_input_changes_nothing(label):
     for a, b in zip(m.weights(model), before, strict=True):
         np.testing.assert_array_equal(a, b)
     assert [w.trainable for w in model.weights] == flags
+
+
+@pytest.mark.once
+@slow_on_jax
+@pytest.mark.parametrize("kind", ["bart", "paligemma"])
+def test_next_tokens_must_be_unseen(kind):
+    if kind == "bart":
+        model, x = families.build("bart")
+    else:
+        model, x = test_prefix_lm.paligemma(), test_prefix_lm.inputs()
+    keras_rfattn.replace_attention(model, "hedgehog", seed=0)
+    before = m.weights(model)
+    stage = Stage("features", objective="next_token")
+    with pytest.raises(ValueError, match="see earlier ones alone. Received: "):
+        m.uptrain(model, x, stages=stage, steps=1, batch_size=1)
+    assert all(map(np.array_equal, m.weights(model), before))
 
 
 class Silent(keras.Model):

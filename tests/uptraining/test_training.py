@@ -3,12 +3,13 @@
 import weakref
 
 import keras
+import keras_hub
 import numpy as np
 import pytest
 
 import keras_rfattn
 from keras_rfattn.layers.recording import in_order, linear_layers
-from keras_rfattn.uptraining import Stage
+from keras_rfattn.uptraining import Stage, features
 from keras_rfattn.uptraining.attention import AttentionStage
 from tests import helpers as h
 from tests.marks import first, slow_on_jax
@@ -152,6 +153,58 @@ def test_logits_of_language_models():
     )  # fmt: skip
     stage = report.stages[0]
     assert stage.last < 0.9 * stage.first and stage.last < stage.no_attention
+
+
+def test_loss_of_next_tokens(monkeypatch):
+    monkeypatch.setattr(features, "LARGEST", 4)
+    generator = np.random.default_rng(0)
+    wanted, given = generator.normal(size=(2, 2, 5, 9)).astype("float32")
+    ids = generator.integers(9, size=(2, 5))
+    mask = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    weight = (mask * generator.uniform(0.5, 2, (2, 5))).astype("float32")
+    inputs = {"token_ids": ids, "padding_mask": mask}
+    error, loss = features._prediction(
+        *map(keras.ops.convert_to_tensor, (wanted, given, weight)),
+        keras.tree.map_structure(keras.ops.convert_to_tensor, inputs),
+    )
+    entropies, divergences, all_divergences = [], [], []
+    for row, place in np.argwhere(mask):
+        p, q = (np.exp(x[row, place].astype("float64")) for x in (wanted, given))
+        largest = np.argsort(p)[-4:]
+        for among, found in ((largest, divergences), (slice(None), all_divergences)):
+            a, b = (x[among] / x[among].sum() for x in (p, q))
+            found.append((weight[row, place], (a * np.log(a / b)).sum()))
+        if place < 4 and mask[row, place + 1]:
+            entropy = -np.log(q[ids[row, place + 1]] / q.sum())
+            entropies.append((weight[row, place], entropy))
+    assert len(entropies) == 6 and len(divergences) == 8
+    entropy, divergence, expected = (
+        np.average(pairs[:, 1], weights=pairs[:, 0])
+        for pairs in map(np.array, (entropies, divergences, all_divergences))
+    )
+    assert float(error) == pytest.approx(expected, rel=1e-4)
+    assert float(loss) == pytest.approx(0.9 * entropy + 0.1 * divergence, rel=1e-4)
+
+
+@pytest.mark.full
+@slow_on_jax
+@pytest.mark.parametrize("objective", first(["next_token", "logits"]))
+def test_next_tokens_that_the_checkpoint_does_not_know(objective):
+    keras.utils.set_random_seed(0)
+    backbone = keras_hub.models.GPT2Backbone(
+        30, num_layers=1, num_heads=2, hidden_dim=16, intermediate_dim=16,
+        max_sequence_length=12,
+    )  # fmt: skip
+    model = keras_hub.models.GPT2CausalLM(backbone)
+    keras_rfattn.replace_attention(model, "hedgehog", seed=0)
+    ids = np.tile(np.arange(1, 13), (16, 1))
+    data = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+    stage = Stage("features", objective=objective, trainable="all")
+    m.uptrain(
+        model, data, stages=stage, steps=40, optimizer=keras.optimizers.Adam(0.02)
+    )
+    found = outputs(model, data)[0, :-1].argmax(-1)
+    assert np.mean(found == ids[0, 1:]) == (1 if objective == "next_token" else 0)
 
 
 @pytest.mark.full
