@@ -129,17 +129,15 @@ def quality():
 def decoders():
     """Plots perplexity and recall of SmolLM2 against memory, and time by context."""
     found = rows("uptrain_decoder", folder=OF_RECIPES, heads="selected")
-    maps = "more_maps", "smollm2_heads_20"
-    found = [x for x in found if not x["near only"]
-             and any(name in x["command"] for name in maps)]  # fmt: skip
+    found = [x for x in found if "more_maps" in x["command"]]
     found += rows("uptrain_decoder", folder=OF_RECIPES, share=1.0)
     found = [x for x in found if x["tokens"] in (2048, 20_480)]  # not at 8192
     picture, (quality, answers, time) = figure(6.4, 3)
-    for text, color in (("wikitext2", "tab:blue"), ("sotu", "tab:cyan")):
+    for text, color in (("tinyshakespeare", "tab:blue"), ("sotu", "tab:cyan")):
         by_memory = memory_of([x for x in found if x.get("text") == text], "whole")
         (softmax,) = by_memory[1]
         more = [[100 * (y / softmax - 1) for y in x] for x in by_memory.values()]
-        label = {"wikitext2": "WikiText-2", "sotu": "messages"}[text]
+        label = {"sotu": "messages"}.get(text, text)
         band(quality, list(by_memory), more, label, color)
     quality.set(ylabel="perplexity, % more")
     quality.set_title("with some heads softmax, relative to all")
