@@ -129,7 +129,9 @@ def quality():
 def decoders():
     """Plots perplexity and recall of SmolLM2 against memory, and time by context."""
     found = rows("uptrain_decoder", folder=OF_RECIPES, heads="selected")
-    found = [x for x in found if "more_maps" in x["command"]]
+    # Maps of phase 3 that predict next tokens, as trained and as shipped.
+    names = "--load more_maps", "--load smollm2_heads"
+    found = [x for x in found if any(name in x["command"] for name in names)]
     found += rows("uptrain_decoder", folder=OF_RECIPES, share=1.0)
     found = [x for x in found if x["tokens"] in (2048, 20_480)]  # not at 8192
     picture, (quality, answers, time) = figure(6.4, 3)
